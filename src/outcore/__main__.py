@@ -1,4 +1,4 @@
-"""``python -m outcore``: the command ``outcore``."""
+"""``python -m outcore`` runs the command ``outcore``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users call: ``prepare`` and the few functions around a prepared model."""
+"""The public API: ``prepare`` and the few functions around a prepared model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class Prepared(NamedTuple):
-    """Model and optimizer; as a context manager it closes them at the end."""
+    """A prepared model and its optimizer. Used as a context manager, it closes the model at the end of the block."""
 
     model: nn.Module
     optimizer: StreamedOptimizer | None
@@ -53,9 +53,9 @@ class Prepared(NamedTuple):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # An interrupt is to end things soon, so nothing is copied; errors leave the weights of the last whole step.
+        # An interrupt should end the run soon: nothing is copied. An error leaves the weights of the last whole step.
         attachment = attachment_of(self.model)
-        is_cut = attachment is not None and attachment.engine.has_cut_weights  # and the other ranks may be elsewhere
+        is_cut = attachment is not None and attachment.engine.has_cut_weights  # the other ranks may be elsewhere
         with last_save(attachment, error):
             try:
                 close(self.model, keep_weights=kind is None or (issubclass(kind, Exception) and not is_cut))
@@ -90,46 +90,46 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
     checkpoint: str | Path | None = None,
     reduction: Reduction = "exact",
 ) -> Prepared:
-    """Make a model train within a memory budget; the loop stays as it is.
+    """Make a model train within a memory budget. The training loop does not change.
 
     Args:
         model: Any module. It stays the same object; its parameters keep their identity.
-        optimizer: Of ``torch.optim`` or an ``outcore.optim.Rule``, over them. Param groups stay the same list. Several
-            for different parameters: a list. None: all are frozen, to evaluate, generate or be a reference.
-        sample: The largest micro-batch that will come, as keyword arguments of the model's forward: from its shapes,
-            activations and workspace are planned, and the fastest plan is found.
-        budget: The most to take on each tier; default: what is free, without disk.
-        precision: ``fp32``, ``fp64``, ``pure_bf16``; ``bf16`` and ``fp16`` have fp32 masters. None: as the model is.
-        accumulation_steps: None: any number. A number is a promise: more backward passes per step raise.
+        optimizer: One of ``torch.optim`` or an ``outcore.optim.Rule`` over the model's parameters, or a list of several
+            over different ones. Param groups stay the same list. None freezes all, to evaluate, generate or compare.
+        sample: The largest micro-batch to expect, as keyword arguments of the model's forward. Its shapes serve to plan
+            activations and workspace, and to find the fastest plan.
+        budget: The most to take on each tier. Default: what is free, without disk.
+        precision: ``fp32``, ``fp64``, ``pure_bf16``; ``bf16`` and ``fp16`` have fp32 masters. None: the model's own.
+        accumulation_steps: A number is a promise: more backward passes per step raise. None: any number.
         clipping: False is a promise to ask for no gradient norm.
-        weights: A Hugging Face checkpoint directory, whose values replace those of the model, tensor by tensor.
+        weights: A Hugging Face checkpoint directory. Its values replace those of the model, tensor by tensor.
         units: Classes or names of modules that move as a whole, instead of the repeated blocks that are found.
-        plan: To obey, instead of a search.
+        plan: A plan to follow instead of searching for one.
         device: Default: the accelerator if there is one, else the CPU.
-        activations: ``host`` or ``disk``: where what forward saves rests until backward, as far as there is room for
-            ``sample``; else it is recomputed. None: kept on the device, recomputed or sent away, as is fastest.
-        hardware: To predict times for: a file of ``outcore probe``, names such as ``"rtx-4090+pcie3"``; None: what
-            ``OUTCORE_HARDWARE`` names, else this machine, measured once, in a few seconds; ``"none"``: no times.
-        compile: Blocks are compiled: equal to the plain loop with the same. A dict has ``torch.compile``'s options.
-        micro_batches_in_unit: Units run a batch in so many pieces, and weights come once. The result is that of
-            accumulation over them, bit for bit where no random numbers are drawn.
-        checkpoint: To go on from, as ``load_checkpoint`` does; ``optimizer.resumed`` is what that returns.
-        reduction: With several ranks. ``exact``: they exchange the gradients of each micro-batch. ``fast``: sums over
-            them, once per step; equal to rounding. The sums wait on the device. Needs ``accumulation_steps``.
+        activations: ``host`` or ``disk``: the tier where activations rest until backward. Those that do not fit there,
+            for ``sample``, are recomputed. None: they stay, are recomputed or are offloaded, whichever is fastest.
+        hardware: The machine to predict times for: a file of ``outcore probe``, or names like ``"rtx-4090+pcie3"``.
+            None: ``OUTCORE_HARDWARE``, else this machine, measured once in a few seconds. ``"none"``: no times.
+        compile: Compile blocks; results equal a plain loop with compiled blocks. A dict: options of ``torch.compile``.
+        micro_batches_in_unit: Number of pieces in which each unit runs a batch, with one fetch of its weights. Equal to
+            accumulation over the pieces, bit for bit if no random numbers are drawn.
+        checkpoint: A checkpoint to resume from, as by ``load_checkpoint``; ``optimizer.resumed`` has its return value.
+        reduction: For several ranks. ``exact``: exchange the gradients of each micro-batch. ``fast``: exchange their
+            sums once per step, equal up to rounding; sums stay on the device, and ``accumulation_steps`` is needed.
 
-    Returns: The model and a ``torch.optim.Optimizer`` (or None), also usable as a context manager.
+    Returns: The model and a ``torch.optim.Optimizer`` (or None). The pair is also a context manager.
 
     Raises:
-        ConfigError, PlanInfeasibleError: What cannot be used; a budget too small. Nothing has been changed.
-        UnsupportedError: What cannot work on streamed weights.
+        ConfigError, PlanInfeasibleError: An unusable argument; a budget that is too small. Nothing has been changed.
+        UnsupportedError: Something that cannot work with streamed weights.
 
-    Memory: everything but activations is allocated here.
+    Memory: everything except activations is allocated here.
     """
     return prepare_in_loop(**locals())
 
 
 def prepare_in_loop(model: nn.Module, optimizer: _Optimizers, **options: Any) -> Prepared:
-    """``prepare`` for a loop of ours, of which more is known (``loop=``). Not part of the contract."""
+    """``prepare`` for one of our own loops, about which more is known (``loop=``). Not part of the contract."""
     given = {name: value for name, value in options.items() if value is not None}
     return _prepare(model, optimizer, Options(**given), Faults(), None)
 
@@ -147,18 +147,18 @@ def prepare_for_test(
 
 
 def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> tuple[ModelSpec, Plan]:
-    """The plan that ``prepare`` would follow with the same arguments; no memory is taken and nothing is changed.
+    """Return the plan that ``prepare`` would follow with the same arguments. Takes no memory and changes nothing.
 
     Args:
-        model: Any part of it may be on the meta device.
-        optimizer: Over its parameters; None: everything is frozen.
-        options: As ``prepare`` takes them.
+        model: The model; any part of it may be on the meta device.
+        optimizer: An optimizer over its parameters; None: everything is frozen.
+        options: Other arguments, as for ``prepare``.
 
     Returns:
         The model in units, and where each of them lives.
 
     Raises:
-        ConfigError: An argument that cannot be used.
+        ConfigError: An argument cannot be used.
         PlanInfeasibleError: The budget does not suffice.
     """
     spec, plan, _ = plan_in_time(model, optimizer, is_timed=False, **options)
@@ -168,7 +168,7 @@ def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, **option
 def plan_in_time(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_timed: bool = True, **options: Any
 ) -> tuple[ModelSpec, Plan, Simulation | None]:
-    """``plan_for``, and steps of the plan in time, where sample and machine are known."""
+    """``plan_for``, together with predicted steps of the plan if sample and machine are known."""
     given = of_this_rank(Options(**{name: value for name, value in options.items() if value is not None}))
     compiling = Compiling(given.compile)
     _, cut = cut_model(model, as_one(optimizer), given)
@@ -179,33 +179,33 @@ def plan_in_time(
 
 
 def free_budget(budget: Budget, *, device: torch.device | str | None = None) -> Budget:
-    """A budget with a number for every tier that is allowed: what it leaves open becomes what would be taken now.
+    """Return the budget with a number for every tier it allows. An open number becomes what would be taken now.
 
-    Of host and disk it is what all ranks of this machine take together.
+    For host and disk, the numbers are for all ranks of this machine together.
     """
     with open_device(device, Faults(), None) as opened:
         return free_of_node(budget, opened)
 
 
 def close(model: nn.Module, *, keep_weights: bool = True) -> None:
-    """End the run of a prepared model: let running work end, give memory, files and threads back. Idempotent.
+    """End the run of a prepared model: let running work finish, then free memory, files and threads. Idempotent.
 
-    The model is an ordinary one afterwards, and can be prepared again with a new optimizer. Its weights are as
-    ``state_dict`` gives them. Gradients, fp32 masters and optimizer states end with the run. The end of a ``with``
-    block always closes, with a warning if the weights cannot be kept. No weights are kept after a Ctrl-C in the block,
-    or when the interpreter exits.
+    Afterwards the model is an ordinary one, and can be prepared again with a new optimizer. Its weights are those that
+    ``state_dict`` returns. Gradients, fp32 masters and optimizer states end with the run. The end of a ``with`` block
+    always closes, with a warning if the weights cannot be kept. No weights are kept after a Ctrl-C in the block, or
+    when the interpreter exits.
 
     Args:
-        model: Prepared.
-        keep_weights: Put them back to where they were before ``prepare``. False gives their memory back, too: right if
-            they were saved, or do not fit into host memory.
+        model: A prepared model.
+        keep_weights: Put the weights back where they were before ``prepare``. False frees their memory too, which is
+            right if they were saved, or do not fit in host memory.
 
     Raises:
-        ConfigError: Not a prepared model.
-        OutcoreError: The weights cannot be kept: they do not fit, or a step was cut short. The model is prepared still.
-        DiskError: All is closed, but the last checkpoint could not be written, and nobody was told.
+        ConfigError: The model is not prepared.
+        OutcoreError: The weights cannot be kept: they do not fit, or a step was cut short. The model stays prepared.
+        DiskError: All is closed, but writing the last checkpoint failed, and no call has reported it yet.
 
-    Memory: host, all weights beside what the run holds until it ends; none with ``keep_weights=False``.
+    Memory: host, all weights in addition to what the run holds until it ends; none with ``keep_weights=False``.
     """
     attachment = attachment_of(model)
     if attachment is None:
@@ -240,15 +240,14 @@ def _weights_to_keep(engine: Engine) -> dict[int, torch.Tensor]:
 def gathered(
     target: nn.Module | torch.nn.Parameter | Iterable[torch.nn.Parameter], *, write: bool = False
 ) -> AbstractContextManager[None]:
-    """Have whole parameters on the device for the length of a ``with`` block, to read or change them.
+    """Gather whole parameters on the device for the length of a ``with`` block, to read or change them.
 
     Args:
-        target: A prepared model, a module inside one, or parameters. All parameters of the units they belong to are
-            gathered.
-        write: Write what was changed home at the end, masters included; else changes are lost.
+        target: A prepared model, a module inside one, or parameters. The units they belong to are gathered whole.
+        write: Write changes back home at the end, to master weights too; else changes are lost.
 
     Raises:
-        ConfigError: Not part of a prepared model.
+        ConfigError: The target is not part of a prepared model.
 
     Memory: device, the gathered weights, outside of the budget.
     """
@@ -283,24 +282,24 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Tied parameters come once, under their first name. Memory: host, one tensor at a time.
 
     Raises:
-        ConfigError: Not a prepared model.
+        ConfigError: The model is not prepared.
     """
     return stream_tensors(engine_of(model, "named_tensors"))
 
 
 def save_pretrained(model: nn.Module, directory: str | Path) -> None:
-    """Save a prepared model so that ``from_pretrained`` loads it; of a model with adapters, the adapters alone.
+    """Save a prepared model so that ``from_pretrained`` loads it. Of a model with adapters, only these are saved.
 
-    Any other module is saved as ``model.safetensors`` under the names of its ``state_dict``, tied ones once. Of several
-    ranks the first writes; where weights are cut over them, all call it.
+    Any other module is saved as ``model.safetensors`` under the names of its ``state_dict``, tied parameters once. With
+    several ranks, the first one writes; if weights are cut over ranks, all must call it.
 
     Args:
-        model: Prepared. Updates that are under way are waited for.
-        directory: Made if missing; an older save there is replaced, file by file.
+        model: A prepared model. Updates that are under way are waited for.
+        directory: Folder to write, made if missing. An older save there is replaced file by file.
 
     Raises:
-        ConfigError: Not a prepared model, or a directory that is a file.
-        UnsupportedError: A module brings its own way of saving.
+        ConfigError: The model is not prepared, or the directory is a file.
+        UnsupportedError: A module has its own way of saving.
         DiskError: The directory cannot be written.
 
     Memory: host, one tensor at a time.

@@ -1,4 +1,4 @@
-"""Model and optimizer as they come to ``prepare``: checked, and cut into units."""
+"""Checks the model and the optimizer that ``prepare`` gets, and cuts the model into units."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from outcore.runtime.unit.one_process import refuse_wrapped
 from outcore.saving.weights.conversions import refuse_prefixes
 
 _GIVEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that were prepared once: their states ended with that run, or go on elsewhere."""
+"""Optimizers that were prepared before. Their states ended with that run, or live on elsewhere."""
 
 
 def cut_model(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
 ) -> tuple[UpdateRule | None, Partition]:
-    """Check the arguments and cut the model into units. Without an optimizer everything is frozen.
+    """Check the arguments and cut the model into units. Without an optimizer, this freezes everything.
 
     Raises:
-        ConfigError: Arguments that cannot be used.
-        UnsupportedError: What cannot work on streamed weights.
+        ConfigError: An argument cannot be used.
+        UnsupportedError: Something cannot work with streamed weights.
     """
     _check_arguments(model, optimizer, options)
     check_counts(options)
@@ -45,7 +45,7 @@ def cut_model(
 
 
 def note_given(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer was prepared, and cannot be once more."""
+    """Remember that an optimizer was prepared: it cannot be prepared again."""
     _GIVEN.update((optimizer, *members(optimizer)))
 
 

@@ -1,4 +1,4 @@
-"""Which plan a run follows: arguments of the user's, what is free on this machine, and the planner between them."""
+"""Chooses the plan of a run from the user's arguments and what is free on this machine."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import Precision
 from outcore.spec.plan import POLICIES, AwayTier, Plan, UnitPlan
 
-_DEVICE_SHARE = 0.9  # of what is free, where no budget says otherwise: the rest is for the driver and fragmentation
+_DEVICE_SHARE = 0.9  # of free memory, if there is no budget: the rest is for the driver and fragmentation
 _HOST_SHARE = 0.8
 _BESIDE_BYTES, _BESIDE_UNITS = 64 * 2**20, 4
-"""What each of several ranks takes beside budgets, for which those shares would not do: its threads and libraries, and
-on the CPU fresh gradients of a unit, in so many times its weights."""
+"""Host memory that each of several ranks takes beside its budget, and that those shares would not cover: bytes for its
+threads and libraries and, on the CPU, fresh gradients of a unit, as a multiple of its weights."""
 
 
 Reduction = Literal["exact", "fast"]
@@ -61,7 +61,7 @@ class Options(NamedTuple):
     activations: AwayTier | None = None
     hardware: NamedHardware | None = None
     loop: Loop | None = None
-    """What a loop of ours does with every step; it promises what plans need."""
+    """What one of our own loops does in every step. Such a loop promises what plans need."""
     compile: bool | Mapping[str, Any] = False
     micro_batches_in_unit: int | None = None
     checkpoint: str | Path | None = None
@@ -69,23 +69,23 @@ class Options(NamedTuple):
 
     @property
     def early_steps(self) -> int | None:
-        """Micro-batches of a step, if that is promised and nothing clips: then updates may run inside backward."""
+        """Micro-batches of a step if promised and nothing clips, so that updates may run inside backward; else None."""
         if self.loop is None:
             return None if self.clipping else self.accumulation_steps
         return self.loop.micro_batches if self.loop.is_promised and not self.loop.clips else None
 
 
 def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) -> Plan:
-    """The plan that was given, if it can be obeyed, or one for what the budget leaves.
+    """Return the given plan if it can be followed, or search a plan within the budget.
 
     Args:
         cut: The model.
-        options: Of the user's.
-        device: That will compute.
-        timed: Of the same.
+        options: The user's arguments.
+        device: The device that will compute.
+        timed: Predictions for the same model and options.
 
     Raises:
-        ConfigError: Arguments that cannot be used, or a plan for another model.
+        ConfigError: An argument cannot be used, or the plan is for another model.
         PlanInfeasibleError: The budget does not suffice.
     """
     return plan_within(limits_of(options.budget, device), cut, options, device, timed)
@@ -121,7 +121,7 @@ def plan_within(limits: Limits, cut: Partition, options: Options, device: Device
 
 
 class Timed:
-    """Plans of a run in time. What the model computes and saves is worked out once, when that is first asked for."""
+    """Predicts plans of a run in time. What the model computes and saves is worked out once, at the first use."""
 
     def __init__(
         self,
@@ -132,23 +132,23 @@ class Timed:
         profile: Profile | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Args: as for ``choose_plan``. profile: Of the sample; None: the model is followed. ranks: That train."""
+        """Args: as for ``choose_plan``. profile: Of the sample; None: follow the model. ranks: All that train."""
         self._cut, self._options, self._device, self._profile = cut, options, device, profile
         self._ranks = ranks
         self._known: Forecast | None = None
 
     def turn_to(self, cut: Partition) -> None:
-        """From now on speak of ranks that have weights in another way. Args: cut: The model for them."""
+        """Predict from now on for another way in which ranks share weights. Args: cut: The model with that sharing."""
         self._cut = cut
         self._known = None if self._known is None else dataclasses.replace(self._known, model=cut.spec)
 
     def predict(self, plan: Plan) -> Simulation | None:
-        """Steps of a plan; None where the micro-batch or the machine is not known, or cannot be."""
+        """Predict steps of a plan; None if the micro-batch or the machine is not known."""
         forecast = self.forecast(may_measure=not plan.rests_on_device)
         return None if forecast is None else forecast.simulate(plan)
 
     def forecast(self, *, may_measure: bool = True) -> Forecast | None:
-        """None where the micro-batch or the machine is not known. Args: may_measure: See ``hardware_for``."""
+        """Return a forecast; None if micro-batch or machine are not known. Args: may_measure: See ``hardware_for``."""
         if self._known is None:
             self._known = self._make(may_measure=may_measure)
         return self._known
@@ -158,7 +158,7 @@ class Timed:
         if options.sample is None:
             return None
         autocast = Autocast.now(device.torch_device)
-        with autocast.off():  # a machine may be measured
+        with autocast.off():  # since the machine may be measured now
             hardware = hardware_for(options.hardware, device, options.budget.paths, may_measure=may_measure)
         work = None if hardware is None else self._work()
         if hardware is None or work is None:
@@ -181,11 +181,14 @@ class Timed:
 
     @property
     def keeps_what_fits(self) -> bool:
-        """Not under autocast with its cache of casts, unless the plan is plain; see docs/units.md, Keep what fits."""
+        """Whether calls keep what fits in a plan that is not plain. False under autocast with its cache of casts.
+
+        See docs/units.md, Keep what fits.
+        """
         return not (Autocast.now(self._device.torch_device).is_on and torch.is_autocast_cache_enabled())
 
     def _work(self) -> Mapping[str, UnitWork] | None:
-        """None, with a warning, if the model cannot be followed on shapes alone."""
+        """Return the work of units; None, with a warning, if the model cannot be followed on shapes alone."""
         if self._profile is not None:
             return self._profile.work
         try:
@@ -196,10 +199,10 @@ class Timed:
 
     @functools.cached_property
     def footprint(self) -> Footprint | None:
-        """Of the sample; None, with a warning where it matters, if there is none, or it cannot be followed.
+        """Footprint of the sample. None if there is no sample, or if it cannot be followed (a warning if it matters).
 
         Raises:
-            ConfigError: It cannot be followed, and the user wants activations elsewhere.
+            ConfigError: The model cannot be followed, and the user wants activations on another tier.
         """
         options, device = self._options, self._device
         if self._profile is not None or options.sample is None:
@@ -224,25 +227,25 @@ class Placed(NamedTuple):
 
     plan: Plan
     bare: Plan
-    """Without the activations that leave."""
+    """The plan without the activations that leave."""
     candidate: Candidate | None
-    """The same in few words; None: it is the rule's."""
+    """Short description of the plan; None if it is the rule's."""
     sending: Sending | None
-    """Which activations leave."""
+    """What units save and where that rests; None: activations stay, and are recomputed."""
 
 
 class Planner:
     """Finds the plan of one model within given limits."""
 
     def __init__(self, cut: Partition, options: Options, device: DeviceFacts, limits: Limits, timed: Timed) -> None:
-        """Args: options: Without a plan."""
+        """Args: options: Options without a plan."""
         self._cut, self._options, self._device, self._limits, self._timed = cut, options, device, limits, timed
         self._tier = _tier_of_activations(options)
         is_asked = self._tier is not None or device.activation_share > 0
         self._footprint = timed.footprint if is_asked else None
 
     def placed(self) -> Placed:
-        """Activations rest where the user wants them, else where a step is predicted to be shortest."""
+        """Find a plan. Activations rest where the user wants them, else where the predicted step is shortest."""
         if self._tier is not None:
             return self._searched(self._most_saved(self._sendings(self._tier)), [])
         others = [*self._selected(), *self._anywhere()]
@@ -254,7 +257,7 @@ class Planner:
             raise
 
     def _searched(self, usual: Placed, others: Sequence[Sending]) -> Placed:
-        """The fastest plan. Args: usual: The rule's. others: What else may become of activations."""
+        """Return the fastest plan. Args: usual: The rule's plan. others: Other ways to treat activations."""
         if usual.bare.rests_on_device and (not others or self._keeps_all(usual)):
             return usual
         steps, forecast = self._options.early_steps, self._timed.forecast()
@@ -268,21 +271,21 @@ class Planner:
             saves = candidate.saves
             sending = None if saves is None or self._footprint is None else saves.of(self._footprint)
             return self._whole(found, candidate, sending)
-        if steps is None:  # with clipping an attempt is lost whenever a step clips, which only a measured run can weigh
+        if steps is None:  # every clipped step would lose its early updates; only a measured run can weigh that
             return usual
         left = self._limits if usual.sending is None else usual.sending.left(self._limits)
         promised = dataclasses.replace(usual.bare, accumulation_steps=steps)
         return self._whole(with_early_updates(self._cut.spec, promised, left), None, usual.sending)
 
     def _keeps_all(self, usual: Placed) -> bool:
-        """Nothing is computed again, or nobody knows what is."""
+        """Whether nothing is recomputed, or no footprint tells what is."""
         if self._footprint is None:
             return True
         keeps = usual.plan.plain or self._timed.keeps_what_fits
         return keeps and self._footprint.keep_bytes <= usual.plan.kept_bytes
 
     def _most_saved(self, tries: Sequence[Sending]) -> Placed:
-        """The first that there is room for."""
+        """Return the plan of the first sending for which there is room."""
         error = PlanInfeasibleError("expected activations that can leave the device, but there are none", {}, {})
         for sending in tries:
             try:
@@ -292,13 +295,13 @@ class Planner:
         raise error
 
     def _anywhere(self) -> Iterator[Sending]:
-        """To host memory or disk, from a device that has memory of its own."""
+        """Yield ways to host memory and disk. There are none from a device that uses host memory."""
         if not self._device.has_host_memory:
             yield from self._sendings("host")
             yield from self._sendings("disk") if self._limits.disk_bytes else ()
 
     def _selected(self) -> Iterator[Sending]:
-        """On a device of its own, beside the arguments what is dear to compute."""
+        """Yield ``select`` on a device with its own memory: results that are dear to compute stay beside arguments."""
         saved = {} if self._footprint is None else self._footprint.saved
         gains = any(unit.select > unit.recompute for unit in saved.values())
         if (
@@ -310,7 +313,7 @@ class Planner:
             yield Sending("device", "select", self._footprint)
 
     def _sendings(self, tier: AwayTier) -> list[Sending]:
-        """Those that save most first; of two that save the same, the one that need not choose."""
+        """Return ways to a tier, those that save most first; of two that save the same, the one without a selection."""
         if self._footprint is None:
             return []
         policies = [p for p in POLICIES if p != "select" or self._options.compile is False]
@@ -318,7 +321,7 @@ class Planner:
         return [one for one, next_one in itertools.pairwise(found) if one.saved != next_one.saved] + found[-1:]
 
     def _placed(self, sending: Sending | None) -> Placed:
-        """The plan of the rule. Args: sending: Which activations leave; None: those that stay are recomputed."""
+        """Return the rule's plan. Args: sending: What is saved where; None: activations stay, and are recomputed."""
         left = self._limits if sending is None else sending.left(self._limits)
         units = undecided((unit.name for unit in self._cut.spec.units), sending) if self._footprint else []
         workspace, share = self._workspace_bytes(units), self._device.activation_share
@@ -330,7 +333,7 @@ class Planner:
         return self._whole(bare, None, sending)
 
     def _whole(self, bare: Plan, candidate: Candidate | None, sending: Sending | None) -> Placed:
-        """With the activations, and what is left to them."""
+        """Add the activations that leave, and the room that is left to keep others."""
         spec, plan = self._cut.spec, bare if sending is None else sending.applied(bare)
         plan = dataclasses.replace(plan, workspace_bytes=self._workspace_bytes(plan.units))
         check_plan(spec, plan, self._limits)
@@ -338,14 +341,14 @@ class Planner:
         return Placed(plan, bare, candidate, sending)
 
     def _workspace_bytes(self, units: Sequence[UnitPlan]) -> int:
-        """What the device is to leave to activations and workspace; 0: not known, or not in its budget."""
+        """Return device bytes to leave to activations and workspace; 0: not known, or not in the device's budget."""
         if self._footprint is None or not self._device.activation_share:
             return 0
         return workspace_bytes(self._footprint, units)
 
 
 def _tier_of_activations(options: Options) -> AwayTier | None:
-    """Where activations leave for, if the user wants that."""
+    """Return the tier to which the user wants activations to leave; None if left to the planner."""
     if options.activations is None:
         return None
     if options.activations not in ("host", "disk"):
@@ -367,10 +370,10 @@ def _tier_of_activations(options: Options) -> AwayTier | None:
 
 
 def check_counts(options: Options) -> None:
-    """Refuse what is no number of micro-batches, or more of them than the sample has rows, no sample, no reduction.
+    """Refuse numbers of micro-batches, samples and reductions that are not valid, and samples with too few rows.
 
     Raises:
-        ConfigError: Such an argument.
+        ConfigError: There is such an argument.
     """
     for name in ("accumulation_steps", "micro_batches_in_unit"):
         count = getattr(options, name)
@@ -396,17 +399,17 @@ def check_counts(options: Options) -> None:
 
 
 def limits_of(budget: Budget, device: Device, *, num_sharers: int = 1, unit_bytes: int = 0) -> Limits:
-    """The most to take on each tier: what the budget says, else most of what is free now.
+    """Return the most to take on each tier: the budget, or most of what is free now.
 
     Args:
-        budget: Of host and disk for all processes on this machine together.
-        device: Of this process, with memory of its own or the host's.
-        num_sharers: So many processes.
-        unit_bytes: Weights of the largest unit, where they are known.
+        budget: The budget. Host and disk are for all processes on this machine together.
+        device: The device of this process; it may use host memory.
+        num_sharers: Number of these processes.
+        unit_bytes: Weight bytes of the largest unit, if known.
     """
     beside = _BESIDE_BYTES + (_BESIDE_UNITS * unit_bytes if device.has_host_memory else 0)
     free_host = max(0, host_free_bytes() - (num_sharers * beside if num_sharers > 1 else 0))
-    shared = 0.5 if device.has_host_memory else 1.0  # what is free is free for both tiers
+    shared = 0.5 if device.has_host_memory else 1.0  # the same free bytes serve both tiers
     free_device = free_host // num_sharers if device.has_host_memory else device.memory_bytes()
     device_bytes = budget.device if budget.device is not None else int(_DEVICE_SHARE * shared * free_device)
     host_bytes = budget.host if budget.host is not None else int(_HOST_SHARE * shared * free_host)

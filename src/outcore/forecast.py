@@ -1,7 +1,7 @@
-"""What steps of a plan would take, and a plan that takes less than the usual one, where the machine is known.
+"""Predicts steps of a plan on a known machine, and finds plans that are faster than the usual one.
 
-[Note: worth it] A prediction is off by some percent. The usual plan is left only for one that is predicted to be faster
-by more than that.
+[Note: worth it] Predictions are off by some percent. So another plan replaces the usual one only if it is predicted to
+be faster by more than a threshold (``WORTH``).
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 
 NamedHardware = Hardware | str | Path
-"""A machine, a file that describes one, or names of parts that many have."""
+"""A machine, a file that describes one, or the names of common parts."""
 NO_TIMES = "none"
-"""In place of a machine: plans are made without times, and nothing is measured."""
+"""Given in place of a machine: plans are made without times, and nothing is measured."""
 WORTH = 0.01
-"""See [Note: worth it]."""
+"""Least predicted gain for which the usual plan is replaced, as a fraction. See [Note: worth it]."""
 
 
 class Loop(NamedTuple):
-    """What the loop does with every step, as far as it is known."""
+    """What the loop does in every step, as far as known."""
 
     micro_batches: int = 1
     clips: bool = True
     is_promised: bool = False
-    """The number of micro-batches is: without clipping, updates may run inside backward."""
+    """Whether the number of micro-batches is promised. If so, and without clipping, updates may run inside backward."""
     makes_logits: bool = True
-    """Of the whole micro-batch at once; else the loss is worked out in tiles."""
+    """Whether the logits of the whole micro-batch exist at once. If not, the loss is computed in tiles."""
 
 
 class DeviceFacts(Protocol):
-    """What a plan depends on beside rates: of a device that is here, or of one elsewhere."""
+    """Facts about a device on which plans depend besides rates. The device may be here or elsewhere."""
 
     @property
     def torch_device(self) -> torch.device:
-        """With whose kernels shapes are followed."""
+        """Device with whose kernels shapes are followed."""
 
     @property
     def has_host_memory(self) -> bool:
-        """Whether its memory is the host's own."""
+        """Whether the device uses the host's memory."""
 
     @property
     def activation_share(self) -> float:
-        """Of its budget, left to activations where nobody knows what they take; 0: they are not in its budget."""
+        """Part of its budget to leave to activations of unknown size; 0 if the budget does not include them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +83,14 @@ class Forecast:
     keeps_what_fits: bool = True
     """Whether calls keep their activations while there is room, where the plan has them recomputed."""
     simulated: Simulated = field(init=False, repr=False, compare=False, default_factory=Simulated)
-    """By now."""
+    """Simulations so far."""
 
     @property
     def _may_be_early(self) -> bool:
         return self.loop.is_promised and not self.loop.clips
 
     def job(self, limits: Limits, ways: tuple[Away | None, ...] = (None,)) -> Job:
-        """What is to be searched. Args: ways: What may become of activations; None: they are recomputed."""
+        """Return the job of a search. Args: ways: What may become of activations; None: they are recomputed."""
         early = self._may_be_early
         return Job(
             model=self.model,
@@ -106,9 +106,9 @@ class Forecast:
         )
 
     def simulate(self, plan: Plan) -> Simulation:
-        """Steps of a plan, with the activations that there is room to keep."""
+        """Predict steps of a plan, with as many kept activations as there is room for."""
         keeps = plan.plain or self.keeps_what_fits
-        if plan.plain:  # runs as others do for which slots are there
+        if plan.plain:  # played like other plans, which need slots
             plan = dataclasses.replace(plan, pools=pools_for(self.model, plan.units, LEAST))
         saved = {} if self.footprint is None or not keeps else self.footprint.saved
         visits = usual_visits(self.model, self.loop.micro_batches)
@@ -117,11 +117,11 @@ class Forecast:
         return simulate(self.model, run, self.rates, visits, circumstances, warm_up=warm_up)
 
     def better_than(self, usual: Plan, job: Job) -> tuple[Plan, Candidate | None]:
-        """A plan that is predicted to be faster, and what it is in few words, or the usual one. See [Note: worth it].
+        """Return a plan that is predicted to be faster, with its candidate; or the usual one. See [Note: worth it].
 
         Args:
-            usual: For the limits of the job.
-            job: Of this forecast.
+            usual: The usual plan within the limits of the job.
+            job: A job of this forecast.
         """
         if not any(unit.trainable for unit in self.model.units):
             return usual, None
@@ -138,7 +138,7 @@ class Forecast:
 
 
 def token_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of token IDs. Args: rows: Sequences. length: Tokens of each."""
+    """Return a micro-batch of token IDs. Args: rows: Number of sequences. length: Tokens of each."""
     ids = torch.zeros(rows, length, dtype=torch.long, device="cpu")
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
@@ -146,19 +146,20 @@ def token_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
 def hardware_for(
     named: NamedHardware | None, device: DeviceFacts, paths: Sequence[str] | None, *, may_measure: bool
 ) -> Hardware | None:
-    """The machine that was named, or this one: as it was measured before, or else measured quickly, which is said.
+    """Return the named machine, or this one: from a kept measurement, else measured quickly, with a warning.
 
     Args:
-        named: What the user says; None: what ``OUTCORE_HARDWARE`` in the environment says.
-        device: That will compute.
-        paths: Folders of the disk tier; None: of whichever drives were measured last, or of none.
-        may_measure: Now, where it was not before.
+        named: The user's choice; None: that of ``OUTCORE_HARDWARE`` in the environment.
+        device: The device that will compute.
+        paths: Folders of the disk tier; None: use the latest measurement with any drives, or without.
+        may_measure: Measure this machine now if there is no kept measurement.
 
     Returns:
-        None, with a warning, if this machine cannot be measured; None if it may not, or if none is wanted.
+        The machine. None, with a warning, if this machine cannot be measured; None if it may not be, or if times are
+        not wanted.
 
     Raises:
-        ConfigError: What was named is no machine, or one without a disk where there is a disk tier.
+        ConfigError: The name is no machine, or the machine has no disk although there is a disk tier.
     """
     named = os.environ.get("OUTCORE_HARDWARE") or None if named is None else named
     if named == NO_TIMES:
@@ -192,10 +193,10 @@ def _at_hand(machine: Machine, *, may_measure: bool) -> Hardware | None:
 
 
 def named_hardware(named: str | Path) -> Hardware:
-    """A machine by its file or by the names of its parts.
+    """Return a machine by its file or by the names of its parts.
 
     Raises:
-        ConfigError: No machine.
+        ConfigError: There is no such machine.
     """
     is_file = isinstance(named, Path) or named.endswith(".json") or Path(named).is_file()
     return Hardware.load(named) if is_file else known_hardware(str(named))

@@ -1,10 +1,10 @@
 """Losses that never hold all logits at once.
 
-[Note: logits that stay away] A causal language model of Transformers calls its output embeddings, and hands what they
-return to its loss. While labels are given, they return ``Unprojected`` here: hidden states that know how they would be
-projected. It passes through what Transformers does with logits on the way to ``cross_entropy`` (a cast, a shift, a
-flat view), and computes that rows at a time. Whatever else a model does with its logits is refused. So shifting,
-ignored labels and the number of items stay the model's own code, and so does what it adds to its loss.
+[Note: logits that stay away] A causal language model of Transformers calls its output embeddings and passes the result
+to its loss. If labels are given, the output embeddings return an ``Unprojected`` here: hidden states that know how they
+would be projected. It supports what Transformers does with logits on the way to ``cross_entropy`` (a cast, a shift, a
+flat view), and computes that loss some rows at a time. Anything else that a model does with its logits is refused. So
+shifting, ignored labels and the number of items stay the model's own code, and so do terms that it adds to its loss.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from outcore.core.errors import ConfigError, UnsupportedError
 _Model = TypeVar("_Model", bound=nn.Module)
 
 _ROWS = 512
-_MOST_CHUNKS = 32  # gradients of the weight are added once per chunk, in its dtype
+_MOST_CHUNKS = 32  # each chunk adds to the weight's gradient once, in its dtype
 _SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 
 def chunked(model: _Model) -> _Model:
-    """Have a causal language model of Transformers compute its loss without all logits at once.
+    """Make a causal language model of Transformers compute its loss without all logits at once.
 
-    With labels its forward returns the same loss, up to rounding, and no logits; without labels nothing changes. Call
-    it before or after ``prepare``, on a model with or without adapters.
+    With labels, its forward returns the same loss up to rounding, and no logits. Without labels, nothing changes. Call
+    this before or after ``prepare``, on a model with or without adapters.
 
     Args:
-        model: Changed in place.
+        model: The model, which is changed in place.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: Not such a model, or done already.
-        UnsupportedError: A model that does something else with its logits than to hand them to its loss.
+        ConfigError: The model is of another kind, or chunked already.
+        UnsupportedError: The model does more with its logits than pass them to its loss.
 
-    Memory: device, from forward to backward the gradients of output embeddings and hidden states; in forward also the
+    Memory: device, from forward to backward the gradients of output embeddings and hidden states. In forward, also the
     logits of 512 rows, or of a 32nd of all if that is more, in fp32 and in the weights' dtype.
     """
     get_base = getattr(model, "get_base_model", None)
@@ -101,7 +101,7 @@ class _Projection:
         self._head, self._forward = head, head.forward
         functools.update_wrapper(self, self._forward)
         self.owner: str | None = None
-        """Class of the model that makes a loss now."""
+        """Class name of the model that is computing a loss now; None: no labels are given."""
         self.made: list[Unprojected] = []
 
     def __call__(self, hidden: torch.Tensor) -> Any:
@@ -135,7 +135,7 @@ class _Forward:
 
 
 def _without(result: Any, logits: Sequence[Unprojected]) -> Any:
-    """A model's output without its logits."""
+    """Return a model's output without its logits."""
     away = {id(value) for value in logits}
     if isinstance(result, Mapping):
         return type(result)(**{name: value for name, value in result.items() if id(value) not in away})
@@ -143,47 +143,47 @@ def _without(result: Any, logits: Sequence[Unprojected]) -> Any:
 
 
 class Unprojected:
-    """Logits that were not made: hidden states, and what projects them. See [Note: logits that stay away]."""
+    """Logits that are not computed: hidden states and their projection. See [Note: logits that stay away]."""
 
     def __init__(self, hidden: torch.Tensor, head: nn.Linear, model: str, origin: Unprojected | None = None) -> None:
-        """Args: model: For errors. origin: What this is a view of."""
+        """Args: model: Its class, for errors. origin: The object of which this is a view."""
         self._hidden, self._head, self._model = hidden, head, model
         self._origin = self if origin is None else origin
         self.is_used = False
 
     @property
     def shape(self) -> torch.Size:
-        """Of the logits."""
+        """Shape of the logits."""
         return torch.Size((*self._hidden.shape[:-1], self._head.out_features))
 
     @property
     def device(self) -> torch.device:
-        """Where they would be."""
+        """Device on which the logits would be."""
         return self._hidden.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What they would be in."""
+        """Dtype that the logits would have."""
         return self._hidden.dtype
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """Return the size, as of a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
     def float(self) -> Unprojected:
-        """The loss is computed in fp32 in any case."""
+        """Return self: the loss is computed in fp32 in any case."""
         return self
 
     def contiguous(self) -> Unprojected:
-        """There is nothing to lay out."""
+        """Return self: there is no memory to lay out."""
         return self
 
     def to(self, target: object) -> Unprojected:
-        """Where they are, or to fp32."""
+        """Return self for the same device or fp32; refuse any other target."""
         return self if target in (self.device, torch.float32) else self.refuse(f"moves or casts them to {target}")
 
     def view(self, *shape: int) -> Unprojected:
-        """With rows in one dimension."""
+        """Flatten all dimensions but the last; refuse any other shape."""
         if shape != (-1, self._head.out_features):
             self.refuse(f"gives them the shape {shape}")
         return self._like(self._hidden.reshape(-1, self._hidden.shape[-1]))
@@ -191,7 +191,7 @@ class Unprojected:
     reshape = view
 
     def __getitem__(self, index: Any) -> Unprojected:
-        """Some rows, with all their words."""
+        """Take some rows, each with its whole vocabulary."""
         parts = index if isinstance(index, tuple) else (index,)
         if Ellipsis in parts:
             at = parts.index(Ellipsis)
@@ -204,11 +204,11 @@ class Unprojected:
         return Unprojected(hidden, self._head, self._model, self._origin)
 
     def refuse(self, found: str) -> NoReturn:
-        """Args: found: What the model does with its logits."""
+        """Raise the error of a refusal. Args: found: What the model does with its logits."""
         raise UnsupportedError(_refusal(self._model, found))
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Whatever else a tensor has."""
+        """Refuse other attributes of tensors."""
         if name.startswith("__"):
             raise AttributeError(name)
         self.refuse(f"asks for their {name}")
@@ -217,7 +217,7 @@ class Unprojected:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The loss, and nothing else."""
+        """Compute ``cross_entropy``, and refuse everything else."""
         given = inspect.signature(functional.cross_entropy).bind_partial
         logits = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Unprojected))
         if func is not functional.cross_entropy:
@@ -233,7 +233,7 @@ class Unprojected:
         label_smoothing: object = 0.0,
         **more: object,
     ) -> torch.Tensor:
-        """What ``cross_entropy`` would return, of logits in fp32."""
+        """Return what ``cross_entropy`` would return for logits in fp32."""
         if any(v is not None for v in more.values()) or label_smoothing or reduction not in ("mean", "sum"):
             self.refuse("asks for a loss with weights of words, smoothed labels, or one per token")
         if self._hidden.dim() != 2:
@@ -260,7 +260,7 @@ for _name in "add radd sub rsub mul rmul truediv rtruediv pow neg matmul iadd is
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Cross entropy of a linear layer's results. Forward makes the gradients, too, while it has some rows of logits."""
+    """Cross entropy of a linear layer's results. Forward computes gradients too, while it has some rows of logits."""
 
     @staticmethod
     def forward(
@@ -271,7 +271,7 @@ class _ChunkedLoss(torch.autograd.Function):
         needs_gradients: bool,  # noqa: FBT001
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """Args: tensors: Hidden states, weight, and bias where there is one."""
+        """Compute the loss. Args: tensors: Hidden states, weight, and bias if there is one."""
         hidden, device = tensors[0], tensors[0].device
         wanted = [w and needs_gradients for w in ctx.needs_input_grad[4:]]
         ctx.grads = [torch.zeros_like(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
@@ -289,13 +289,13 @@ class _ChunkedLoss(torch.autograd.Function):
                     of_logits = logits.mul_(scale).masked_fill_(left_out, 0).to(hidden.dtype)
                     _add_gradients(ctx.grads, of_logits, tensors, part)
                     del of_logits
-                del logits  # before the next rows are made
+                del logits  # before the next rows are computed
         return total * scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Scale what forward has made."""
+        """Scale the gradients that forward has computed."""
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             raise UnsupportedError(
@@ -306,7 +306,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _losses_of_rows(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Losses, one below the other. Logits become probabilities in place."""
+    """Return losses in a column. Logits become probabilities in place."""
     of_chosen, largest = logits.gather(1, chosen), logits.amax(1, keepdim=True)
     sums = logits.sub_(largest).exp_().sum(1, keepdim=True)
     logits.div_(sums)

@@ -1,4 +1,4 @@
-"""What several ranks do together in ``prepare``: compare what they got, choose one plan, begin with one model."""
+"""Joint work of several ranks in ``prepare``: compare arguments, choose one plan, start from one model."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ T = TypeVar("T", bound=str)
 
 @contextmanager
 def joined(options: Options) -> Iterator[tuple[World | None, Options]]:
-    """This process among those that train together (None: there is one), and its options: a device of its own.
+    """Join the ranks that train together. Yields the ranks (None if there is one), and options with an own device.
 
     All ranks leave the block, or all raise.
 
     Raises:
-        ConfigError: A launcher that does not say where the ranks meet, or more ranks than GPUs.
-        UnsupportedError: What several ranks cannot do yet.
+        ConfigError: The launcher does not say where the ranks meet, or there are more ranks than GPUs.
+        UnsupportedError: The options ask for something that several ranks cannot do yet.
     """
     if not join_world(options.device):
         yield None, options
@@ -52,7 +52,7 @@ def joined(options: Options) -> Iterator[tuple[World | None, Options]]:
 
 
 def of_this_rank(options: Options) -> Options:
-    """The same with a device of its own, if there are several. Raises: As ``joined``."""
+    """Return options with a device for this rank; unchanged if there is one rank. Raises: As ``joined``."""
     if not join_world(options.device):
         return options
     _refuse_what_one_rank_can(options)
@@ -60,7 +60,7 @@ def of_this_rank(options: Options) -> Options:
 
 
 def meet(world: World | None) -> None:
-    """All ranks have come so far, or all raise. Args: world: The ranks; None: there is one."""
+    """Wait until all ranks have come here, or raise on all. Args: world: The ranks; None if there is one."""
     if world is not None:
         world.all_of(None)
 
@@ -68,12 +68,12 @@ def meet(world: World | None) -> None:
 def chosen(
     cut: Partition, options: Options, device: Device, world: World | None, groups: Iterable[str] = ()
 ) -> tuple[Partition, Plan]:
-    """The model as this rank updates it, and the plan of all ranks; a collective if there are several.
+    """Return the model as this rank updates it, and the plan of all ranks. A collective if there are several.
 
-    Args: as for ``choose_plan``. world: The ranks; None: there is one. groups: What param groups are, in their order.
+    Args: as for ``choose_plan``. world: The ranks; None if there is one. groups: Texts of param groups, in order.
 
     Raises:
-        ConfigError: Ranks have different models, or were asked for different things; or as ``choose_plan`` raises.
+        ConfigError: Ranks have different models or arguments; or as ``choose_plan`` raises.
         PlanInfeasibleError: The budget does not suffice.
     """
     if world is None:
@@ -104,9 +104,10 @@ def chosen(
 def _searched(
     cut: Partition, options: Options, device: Device, ranks: Ranks, limits: Limits, *, can_share: bool
 ) -> tuple[Partition, Plan, Timed]:
-    """The best plan of all ways to have weights; and plans in time. Of a Trainer's the first way that fits.
+    """Search the best plan over all ways to share weights. Returns model, plan and predictions for that way.
 
-    What a Trainer calls may read weights on one rank alone: it generates, say, or saves what is the best so far.
+    With a Trainer, the first way that fits is taken. A Trainer may call code that reads weights on one rank alone, such
+    as generation, or saving the best model so far.
     """
     asked: list[Sharing] = ["copy" if can_share else "replicate"]
     if options.plan is None and ranks.size > 1:
@@ -122,7 +123,7 @@ def _searched(
 
 
 def groups_said(model: nn.Module, optimizer: torch.optim.Optimizer | None, rule: UpdateRule | None) -> Iterator[str]:
-    """Settings and parameters of each param group."""
+    """Yield each param group's settings and parameter names as a text."""
     if optimizer is None or rule is None:
         return
     names = {id(param): name for name, param in model.named_parameters()}
@@ -131,7 +132,7 @@ def groups_said(model: nn.Module, optimizer: torch.optim.Optimizer | None, rule:
 
 
 def among(cut: Partition, ranks: Ranks, rank: int, *, keeps_buckets: bool = False) -> Partition:
-    """The model as one of several ranks updates it. Args: keeps_buckets: See ``UnitSpec``."""
+    """Return the model as one of several ranks updates it. Args: keeps_buckets: See ``UnitSpec``."""
     if ranks.size == 1:
         return cut
     return dataclasses.replace(cut, spec=cut.spec.among(ranks.size, rank, ranks.per_node, keeps_buckets=keeps_buckets))
@@ -139,7 +140,7 @@ def among(cut: Partition, ranks: Ranks, rank: int, *, keeps_buckets: bool = Fals
 
 @contextmanager
 def of_a_node(num_sharers: int) -> Iterator[None]:
-    """Errors of plans for one rank speak of budgets as they are given: of host memory and disk those of a node."""
+    """Rewrite errors of one rank's plan in terms of budgets as users give them: host and disk for a whole node."""
     try:
         yield
     except PlanInfeasibleError as error:
@@ -151,7 +152,7 @@ def of_a_node(num_sharers: int) -> Iterator[None]:
 
 
 def chosen_alone(cut: Partition, options: Options, device: Device) -> tuple[ModelSpec, Plan, Timed]:
-    """What rank 0 would choose, without the other ranks: the model as it updates it, the plan, and plans in time.
+    """Choose as rank 0 would, without the other ranks. Returns its model, the plan and predictions.
 
     Raises: As ``chosen``.
     """
@@ -159,7 +160,7 @@ def chosen_alone(cut: Partition, options: Options, device: Device) -> tuple[Mode
     is_even = size % sharers == 0
     ranks = Ranks(size // sharers, sharers) if is_even else Ranks(1, size)
     limits = limits_of(options.budget, device, num_sharers=sharers)
-    can_share = is_even and size > 1  # memory that ranks cannot share is found out in prepare
+    can_share = is_even and size > 1  # only prepare finds out whether ranks can share memory
     with of_a_node(sharers):
         cut, plan, timed = _searched(among(cut, ranks, 0), options, device, ranks, limits, can_share=can_share)
     return cut.spec, plan, timed
@@ -176,18 +177,18 @@ def free_of_node(budget: Budget, device: Device) -> Budget:
 
 
 def of_node(nbytes: Mapping[T, int], num_sharers: int) -> dict[T, int]:
-    """Bytes of a rank by tier -> as a budget counts them: device of a rank, host and disk of all on the node."""
+    """Convert bytes of a rank, by tier, to those of a budget: device per rank, host and disk per node."""
     return {tier: count * (1 if tier == "device" else num_sharers) for tier, count in nbytes.items()}
 
 
 def sharings_over_links(ranks: Ranks) -> list[Sharing]:
-    """Ways to have weights that put them together between ranks."""
+    """Return the ways to share weights in which ranks put them together over links."""
     return ["cut", "node"] if ranks.nodes > 1 < ranks.per_node else ["cut"]
 
 
 _ALL_TOGETHER = 0.05
-"""Where weights are put together between ranks, all must visit the same units, and more calls need all of them. So a
-step must be predicted to be shorter by more than this."""
+"""Least predicted gain, as a fraction of a step, for which weights are put together between ranks. Then all ranks must
+visit the same units, and more calls need all ranks."""
 
 
 def fastest(
@@ -198,19 +199,19 @@ def fastest(
     *,
     in_order: bool = False,
 ) -> tuple[Partition, tuple[Plan, P]]:
-    """The plan with the way to have weights under which a step is predicted to be the shortest.
+    """Return the plan whose way to share weights has the shortest predicted step.
 
-    Where times are not known: the first that leaves no weights on disk, else the last that fits.
+    If times are not known: the first plan that leaves no weights on disk, else the last that fits.
 
     Args:
-        sharings: What may become of weights. Those that come first are kept where others gain little.
+        sharings: Ways to share weights. An earlier one is preferred unless a later one gains enough.
         cut: The model.
-        timed: Of the same; afterwards of the last way that was looked at.
-        make: A plan for one way, and what else is known of it.
-        in_order: The first that fits is taken.
+        timed: Predictions for it; left at the last way that was tried.
+        make: Makes the plan of one way, and anything else to return with it.
+        in_order: Take the first way that fits.
 
     Raises:
-        PlanInfeasibleError: None fits.
+        PlanInfeasibleError: No way fits.
     """
     best: tuple[Partition, tuple[Plan, P]] | None = None
     best_s, error = math.inf, None
@@ -236,7 +237,7 @@ def fastest(
 
 
 def _can_share(world: World) -> bool:
-    """Whether ranks of a machine see the same memory. A collective."""
+    """Whether ranks of a machine can share memory. A collective."""
     if world.size % world.local_size:
         return False
     try:
@@ -249,11 +250,11 @@ def _can_share(world: World) -> bool:
 
 
 def of_first_rank(world: World | None, model: nn.Module, values: Callable[[Unit], Values]) -> Callable[[Unit], Values]:
-    """All ranks begin with parameters and buffers of rank 0, as in DDP. Values are asked for in the same order on all.
+    """Let all ranks start with parameters and buffers of rank 0, as in DDP. All must ask for values in the same order.
 
     Args:
-        world: The ranks; None: there is one, whose values they are.
-        model: Its buffers are set at once.
+        world: The ranks; None if there is one, which keeps its values.
+        model: The model, whose buffers are set at once.
         values: Unit -> this rank's first values.
     """
     if world is None:
@@ -279,7 +280,7 @@ def _refuse_what_one_rank_can(options: Options) -> None:
 
 
 def _facts(cut: Partition, options: Options) -> dict[str, str]:
-    """What must be the same on all ranks, by what it is called."""
+    """Return what must be equal on all ranks, by the name to use in errors."""
     model = cut.spec
     buffers = {
         f"buffer '{name}'": f"{buffer.dtype} {tuple(buffer.shape)} {buffer.stride()} {buffer.is_meta}"

@@ -1,7 +1,7 @@
-"""What torch does not say in public. All of its private entry points that outcore uses stand here.
+"""All private entry points of torch that outcore uses.
 
-They are looked at on import. So a torch that has changed one says so at once, and not in the middle of a backward.
-Only the kernels of updates are looked at elsewhere (``optim.kernels``), since there is a public way around each.
+They are checked on import. So if a torch release has changed one, this shows at once, and not in the middle of a
+backward. Only the kernels of updates are checked elsewhere (``optim.kernels``), since each has a public alternative.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _OF_MODULES = ("_buffers", "_non_persistent_buffers_set", "_parameters")
 
 
 def missing_names() -> list[str]:
-    """Private names that are not there."""
+    """Return the private names that this torch lacks."""
     missing = [f"torch.{name}" for name in _PRIVATE if not _has(_torch, name.split("."))]
     return missing + [f"torch.nn.Module().{name}" for name in _OF_MODULES if not hasattr(nn.Module(), name)]
 
@@ -80,38 +80,38 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _torch_c, _engine = _torch._C, _torch.autograd.Variable._execution_engine
 
 without_torch_function: Any = _torch_c.DisableTorchFunctionSubclass
-"""Context manager in which subclasses of tensors are asked nothing."""
+"""Context manager in which tensor subclasses are not asked: their ``__torch_function__`` is not called."""
 plain_torch_function: Any = _torch_c._disabled_torch_function_impl
-"""``__torch_function__`` of a subclass that asks to be left alone, such as torch's own Parameter."""
+"""``__torch_function__`` for a subclass that needs no override, as in torch's own Parameter."""
 current_task: Callable[[], int] = _torch_c._current_graph_task_id
-"""Number of the backward that runs on this thread; negative outside of one."""
+"""Returns the number of the backward that runs on this thread; negative outside of one."""
 keeps_graph: Callable[[], bool] = _torch_c._autograd._get_current_graph_task_keep_graph
 """Whether the backward that runs now may run again."""
 copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = _torch._foreach_copy_
-"""Copy into the tensors of a list those of another, in one call."""
+"""Copies the tensors of the second list into those of the first in one call."""
 subclassed: Callable[[type, torch.Tensor, bool], Any] = _torch.Tensor._make_subclass
-"""A tensor of another class over the same memory, and whether it requires gradients."""
+"""Returns a tensor of another class over the same memory; the flag says whether it requires gradients."""
 is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
-"""Whether a tensor is of a class that says what it is made of, and how it is put together again."""
+"""Whether a tensor's class can take it apart into plain tensors and rebuild it (a traceable wrapper subclass)."""
 without_memory: Callable[..., Any] = _torch.Tensor._make_wrapper_subclass
-"""A tensor of a class that says where its values are."""
+"""Returns a tensor without memory of its own; its class knows where the values are."""
 
 order_of: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""Sequence number of a node: the later it was made on its thread, the larger."""
+"""Returns the sequence number of a node. It is larger the later the node was made on its thread."""
 
 
 def set_order(node: Any, number: int) -> None:
-    """Change the sequence number of a node: of those that can run, backward takes the one with the largest."""
+    """Change the sequence number of a node. Of the nodes that can run, backward takes the one with the largest."""
     node._set_sequence_nr(number)
 
 
 def at_end_of_task(callback: Callable[[], object]) -> None:
-    """Have something called when the backward that runs now is over. Not called if that ends in an exception."""
+    """Call something when the backward that runs now is over. It is not called if that ends in an exception."""
     _engine.queue_callback(callback)
 
 
 def is_executed(node: Any) -> bool:
-    """Whether the backward that runs now comes to a node.
+    """Whether the backward that runs now will reach a node.
 
     Raises:
         RuntimeError: ``torch.autograd.grad`` captures this very leaf.
@@ -126,17 +126,17 @@ def run_backward(
     *,
     keeps_graph: bool,
 ) -> Sequence[torch.Tensor | None]:
-    """Walk a graph, for gradients of ``sources``; those that are not reached get None.
+    """Walk a graph to get the gradients of ``sources``; None for sources that are not reached.
 
-    ``torch.autograd.grad`` comes to this, after looks at every tensor that the engine takes again: no graph of the
-    gradients, and nothing is accumulated.
+    ``torch.autograd.grad`` does the same after checks of every tensor, which the engine repeats. No graph of the
+    gradients is made, and nothing is accumulated.
     """
     found = _engine.run_backward(outputs, grads, keeps_graph, False, tuple(sources), True, False)  # noqa: FBT003
     return cast("Sequence[torch.Tensor | None]", found)
 
 
 def is_packing() -> bool:
-    """Whether somebody packs what is saved: a checkpoint calls what it is around again when asked to unpack."""
+    """Whether hooks for saved tensors are active. Those of a checkpoint run its function again to unpack."""
     return _torch_c._autograd._top_saved_tensors_default_hooks(False) is not None  # noqa: FBT003
 
 
@@ -146,15 +146,15 @@ def is_transformed() -> bool:
 
 
 def as_it_is(function: _Function) -> _Function:
-    """Decorate what ``torch.compile`` is to call as it is, with all beneath it."""
+    """Decorate a function that ``torch.compile`` should not trace, with everything that it calls."""
     return cast("_Function", _torch._disable_dynamo(function))
 
 
 def store_of_ranks() -> Any:
-    """What all ranks can write to and read. Looked at here: one process alone needs none.
+    """Return the key-value store of all ranks. Checked here and not on import: one process alone needs none.
 
     Raises:
-        UnsupportedError: This torch has another way to it.
+        UnsupportedError: This torch offers it in another way.
     """
     get = getattr(cast("Any", distributed).distributed_c10d, "_get_default_store", None)
     if get is None:

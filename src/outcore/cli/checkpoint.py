@@ -1,4 +1,4 @@
-"""``outcore checkpoint``: what a folder of checkpoints holds, whether it is as it was saved, and less of it."""
+"""``outcore checkpoint``: list, check and remove the checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from outcore.saving.found import found_in, prune
 
 
 def listed(directory: Path, *, check: bool) -> tuple[str, bool]:
-    """A row for each checkpoint, the newest first; and whether all are whole.
+    """Return a table with a row for each checkpoint, the newest first, and whether all are whole.
 
     Args:
-        directory: Of checkpoints.
-        check: Read everything, and compare with its checksums. Else files' sizes are compared.
+        directory: Folder of checkpoints.
+        check: Read everything, and compare it with its checksums. Else only the files' sizes are compared.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no checkpoint.
     """
     rows, are_whole = [], True
     for step, path in _some(directory):
@@ -28,7 +28,7 @@ def listed(directory: Path, *, check: bool) -> tuple[str, bool]:
             with held(path):
                 manifest = read_manifest(path, check=check)
         except ConfigError as damaged:
-            if not path.exists():  # a run that goes on has removed it, behind a newer one
+            if not path.exists():  # a running training has removed it after saving a newer one
                 continue
             rows.append((path.name, str(step), "", f"damaged: {damaged}"))
             are_whole = False
@@ -42,7 +42,7 @@ def listed(directory: Path, *, check: bool) -> tuple[str, bool]:
 
 
 def pruned(directory: Path, *, keep: int) -> str:
-    """Remove all but the newest that are as they were saved. Raises: ConfigError: There is none."""
+    """Remove checkpoints older than the newest ones that are as they were saved. Raises: ConfigError: There is none."""
     _some(directory)
     removed = prune(directory, keep, of_trainers=True, check=True)
     return "\n".join(_removed(removed)) or "nothing to remove"

@@ -32,7 +32,7 @@ def report(*, as_json: bool) -> str:
     """Say what is installed, what the machine has, and what outcore would take of it.
 
     Args:
-        as_json: An object with sizes in bytes, in place of aligned text.
+        as_json: Return a JSON object with sizes in bytes, in place of aligned text.
     """
     found = facts()
     if as_json:
@@ -43,7 +43,7 @@ def report(*, as_json: bool) -> str:
 
 
 def facts() -> dict[str, Any]:
-    """All of it. A disk is tried with one byte, which is removed again."""
+    """Collect all facts. A disk is tried with one byte, which is removed again."""
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -96,13 +96,13 @@ def _cpu_model(root: Path = _ROOT) -> str | None:
 
 
 def _pinnable_bytes() -> int | None:
-    """What may be locked in memory; None: as much as there is."""
+    """Return how many bytes may be locked in memory; None: no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _disks() -> Iterator[dict[str, Any]]:
-    """One folder of each drive that the disk tier may be on."""
+    """Yield one folder of each drive that the disk tier may be on."""
     seen: set[int] = set()
     for folder in usual_folders():
         if folder.is_dir() and (device := folder.stat().st_dev) not in seen:
@@ -120,14 +120,14 @@ def _tried(folder: Path) -> dict[str, Any]:
 
 
 def filesystem_of(folder: Path, root: Path = _ROOT) -> str | None:
-    """Type of the file system of a folder, as the kernel lists its mounts.
+    """Return the type of a folder's file system, from the kernel's list of mounts.
 
     Args:
-        folder: Any.
+        folder: Any folder.
         root: Folder in place of ``/`` (tests put a faked ``proc`` below it).
     """
     mounts = [line.split() for line in _text(root / "proc/mounts").splitlines()]
-    places = {Path(fields[1]): fields[2] for fields in mounts if len(fields) > 2}  # of two at one place the last counts
+    places = {Path(fields[1]): fields[2] for fields in mounts if len(fields) > 2}  # the last mount at a place counts
     found = next((place for place in (folder.resolve(), *folder.resolve().parents) if place in places), None)
     return None if found is None else places[found]
 

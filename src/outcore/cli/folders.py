@@ -1,4 +1,4 @@
-"""Where a disk tier may be when nobody has said so."""
+"""Folders for the disk tier where the user names none."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def usual_folders() -> tuple[Path, ...]:
-    """Folders that are on a drive on most machines, the best first: the temporary one is often in memory."""
+    """Return folders that are on a drive on most machines, the best first: the temporary one is often in memory."""
     return (Path.cwd(), Path("/var/tmp"), Path.home(), Path(tempfile.gettempdir()))

@@ -1,6 +1,6 @@
 """``outcore``: one command per job. Errors become one message and an exit status.
 
-0: done. 2: a user's mistake, said before the work begins. 130, 143: interrupted. 1: anything else.
+0: done. 2: a user's mistake, reported before the work begins. 130, 143: interrupted. 1: anything else.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def probe(
 ) -> None:
     """Measure this machine in under half a minute, for plans: links, updates, compute, and what they share.
 
-    Under torchrun, with a process for each GPU, what is between them, too.
+    Under torchrun, with one process per GPU, it also measures the links between them.
     """
     from outcore.cli.probe import probe as measured
 
     text = measured(disks=disk_dir or [], device=device, out=out)
-    if text:  # one of several ranks says it
+    if text:  # it is empty on all ranks but the first
         print(text)
 
 
@@ -139,7 +139,7 @@ def plan(  # noqa: PLR0913 (one option each)
     html: Annotated[Path | None, typer.Option(help="File to write a page to, for any browser.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON object.")] = False,
 ) -> None:
-    """Say whether a model fits a machine, how fast it would train there, what binds, and what lost."""
+    """Say whether a model fits a machine, how fast it would train there, what binds, and why other plans lost."""
     refuse_missing(*TRAINING)
     if fit == (model is not None):
         raise ConfigError(
@@ -151,7 +151,7 @@ def plan(  # noqa: PLR0913 (one option each)
     from outcore.cli.train.output.notices import notices
 
     with rarely_collecting(), Second(starts=not fit) as second, notices():
-        from outcore.cli.plan.answer import Question  # whose libraries talk as they are imported
+        from outcore.cli.plan.answer import Question  # within notices(): its libraries print while they are imported
 
         asked = Question(
             model=model or "",
@@ -232,7 +232,7 @@ def _run(method: Method, given: Mapping[str, Any]) -> None:
 
 
 def _said_once(crew: Crew, error: Exception) -> int:
-    """Let one rank say what went wrong. Returns: the exit status. See ``crew``, [Note: who speaks]."""
+    """Report an error on one rank only. Returns: The exit status. See ``crew``, [Note: who speaks]."""
     told = None if crew.is_first else crew.told(error)
     if told is not None:
         return told
@@ -274,7 +274,7 @@ def list_checkpoints(directory: _Directory) -> None:
 
 @checkpoints.command("verify")
 def verify_checkpoints(directory: _Directory) -> None:
-    """Read all of every checkpoint, and compare with its checksums. Status 1 if one is damaged."""
+    """Read every checkpoint in full, and compare it with its checksums. Status 1 if one is damaged."""
     _show_checkpoints(directory, check=True)
 
 
@@ -282,9 +282,9 @@ def verify_checkpoints(directory: _Directory) -> None:
 def prune_checkpoints(
     directory: _Directory, *, keep: Annotated[int, typer.Option(min=1, help="So many of the newest stay.")]
 ) -> None:
-    """Read checkpoints from the newest on, and remove all but those first ones that are as they were saved.
+    """Read checkpoints from the newest on, keep the first ones that are as they were saved, and remove all older ones.
 
-    Of those of a Trainer the best one stays, too, as with outcore train --keep.
+    A Trainer's best checkpoint stays, too, as with outcore train --keep.
     """
     from outcore.cli.checkpoint import pruned
 
@@ -325,10 +325,10 @@ _add(PREFERENCES, options.DPO, options.DPO_HELP)
 
 def main() -> None:
     """Run the command line and exit."""
-    # These kill Python without unwinding; the disk tier's files are removed on the way out.
+    # By default these kill Python without unwinding, and unwinding is what removes the disk tier's files.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _terminate)
-    # When everything is closed, only threads may still be waited for: another Ctrl-C then ends the process at once.
+    # At exit, everything is closed and Python waits for threads only: another Ctrl-C then ends the process at once.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
     try:
         app()
@@ -338,7 +338,7 @@ def main() -> None:
 
 
 def _say(message: str, error: BaseException) -> None:
-    """One message, with what the error's notes add to it."""
+    """Print one message, followed by the error's notes."""
     from outcore.cli.terminal import say
 
     spoken = message if message.startswith("outcore ") else f"outcore: {message}"
@@ -346,4 +346,4 @@ def _say(message: str, error: BaseException) -> None:
 
 
 def _terminate(_signum: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signal.SIGTERM)  # whichever it was: whoever starts runs again waits for one status
+    raise SystemExit(128 + signal.SIGTERM)  # for either signal: a program that restarts runs waits for one status

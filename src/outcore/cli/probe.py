@@ -1,4 +1,4 @@
-"""``outcore probe``: how fast this machine is, as text and as a file that plans are made for."""
+"""``outcore probe``: how fast this machine is, as text and as a file to plan with."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from outcore.spec.hardware import Hardware
 
 
 def probe(*, disks: Sequence[Path], device: str | None, out: Path | None) -> str:
-    """Measure this machine, keep that, and say it.
+    """Measure this machine, keep the result, and describe it.
 
-    Of several ranks the first one does. What is between them all measure together.
+    With several ranks, the first one does this. All ranks measure the links between them together.
 
     Args:
         disks: Folders of the disk tier; they must be there.
@@ -26,7 +26,7 @@ def probe(*, disks: Sequence[Path], device: str | None, out: Path | None) -> str
         out: File to write the machine to.
 
     Returns:
-        For people; of other ranks than the first nothing.
+        Text for people; empty on ranks other than the first.
 
     Raises:
         ConfigError: A folder, device or file that cannot be used.
@@ -47,7 +47,7 @@ def probe(*, disks: Sequence[Path], device: str | None, out: Path | None) -> str
             between = measure_links(world, opened)
         if world.rank == 0:
             text = _measured(Machine(mine, tuple(disks)), out, between)
-        world.all_of(None)  # which leave the machine to rank 0
+        world.all_of(None)  # the others wait here and leave the machine to rank 0
     world.close()
     return text
 

@@ -14,7 +14,7 @@ from rich.table import Column
 from outcore.core.quantities import format_bytes
 
 LINES = 10  # how many lines a whole run prints where there is no terminal
-_STATUS_WIDTH = 75  # what stands beside the bar where there is room for all of it
+_STATUS_WIDTH = 75  # columns of the whole status beside the bar
 WORTH_SAYING = 0.01  # of the time: a lane that is waited for less is not mentioned
 
 
@@ -27,9 +27,9 @@ class StepReport:
     moved_bytes: int
     """Bytes given to all lanes since the run began."""
     exposed_s: Mapping[str, float]
-    """Lane -> seconds that the run has waited for it since it began."""
+    """Lane -> seconds that the run has waited for that lane since the run began."""
     of_predicted: float | None = None
-    """What the step took, over what was predicted."""
+    """The step's time over its predicted time."""
 
 
 Show = Callable[[StepReport], None]
@@ -37,11 +37,11 @@ Show = Callable[[StepReport], None]
 
 @contextmanager
 def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Show]:
-    """Show loss, tokens/s, what the run waits for, bytes moved and time left of every step that is reported.
+    """Yield a function that shows a step: loss, tokens/s, the lane most waited for, bytes moved and time left.
 
     Args:
         console: A terminal gets a bar, which stays as it was at the end; anything else gets plain lines.
-        steps: Of the whole run.
+        steps: Steps of the whole run.
         done: How many of them an earlier run did.
     """
     start_s, step, tokens = time.perf_counter(), done, 0
@@ -83,7 +83,7 @@ def _bar_width(console: Console) -> int:
 
 
 def _fitting(parts: Iterator[str], room: int) -> str:
-    """As many of them as there is room for, the first ones first."""
+    """Join parts in their order, without those that no longer fit into the room."""
     said = ""
     for part in parts:
         longer = f"{said}  {part}" if said else part

@@ -1,4 +1,4 @@
-"""Where ``outcore`` begins: the command line itself needs a package, too."""
+"""The entry point of ``outcore``. It first checks for the packages that the command line itself needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> None:
     except ConfigError as error:
         print(f"outcore: {error}", file=sys.stderr)
         sys.exit(2)
-    atexit.register(_end_of_plan, ended := list[object]())  # the first that is registered is the last that is called
+    atexit.register(_end_of_plan, ended := list[object]())  # the first handler registered is the last one called
     from outcore.cli.main import main as run
 
     with rarely_collecting() if _is_plan() else nullcontext():
@@ -28,7 +28,7 @@ def main() -> None:
             run()
         except SystemExit as status:
             ended.append(status.code)
-            gc.freeze()  # else, collecting often again, Python goes through all that was made once more
+            gc.freeze()  # else Python, which collects often again from here on, would traverse all these objects
             raise
 
 
@@ -37,9 +37,9 @@ def _is_plan() -> bool:
 
 
 def _end_of_plan(ended: list[object]) -> None:
-    """End at once: for half a second Python would take apart all that was made. Args: ended: Statuses."""
+    """End the process at once: freeing all objects would take Python half a second. Args: ended: Exit statuses."""
     if _is_plan() and ended in ([0], [None]):
-        with suppress(OSError):  # Python says so
+        with suppress(OSError):  # Python's own exit then reports it
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)

@@ -1,4 +1,4 @@
-"""What is said where perhaps nobody listens any more: a reader that is gone must not end a run of days."""
+"""Output to streams whose reader may have gone: a closed pipe must not end a run of days."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.console import Console
 
 @final
 class Terminal(Console):
-    """Standard output."""
+    """A console on standard output."""
 
     def on_broken_pipe(self) -> None:
-        """Go on in silence. What matters of a run is in its files."""
+        """Go on in silence. What matters about a run is in its files."""
         self.quiet = True
         _leave(sys.stdout)
 
 
 def say(text: str) -> None:
-    """Say it on standard error."""
+    """Print a text on standard error."""
     try:
         print(text, file=sys.stderr)
     except OSError:
@@ -28,7 +28,7 @@ def say(text: str) -> None:
 
 
 def _leave(stream: TextIO) -> None:
-    """Let what comes, and what is still in its buffer, go nowhere: at the exit that would change the status."""
+    """Send later output, and what is still buffered, to the null device: a failing flush at exit changes the status."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""What is closed at the end of a ``with`` block."""
+"""Base class of objects that a ``with`` block closes at its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give it back. Idempotent."""
+        """Give back what the object owns. Idempotent."""
 
     def __enter__(self) -> Self:
         return self

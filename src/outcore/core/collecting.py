@@ -1,4 +1,4 @@
-"""Python's collector of objects that hold one another, which costs a planner a third of its time."""
+"""Python's collector of reference cycles, which would cost the planner a third of its time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _YOUNG = 4_000_000
-"""New objects before it looks for circles; its own number is some hundred."""
+"""New objects before the collector looks for cycles. Python's own threshold is some hundreds."""
 
 
 @contextmanager
 def rarely_collecting() -> Iterator[None]:
-    """Let it look for circles less often."""
+    """Let the garbage collector look for cycles less often inside the block."""
     before = gc.get_threshold()
     try:
         gc.set_threshold(max(before[0], _YOUNG) if before[0] else 0, *before[1:])

@@ -1,7 +1,7 @@
-"""The closed family of errors that outcore raises for what a user, a machine or a plan did wrong.
+"""The family of errors that outcore raises for faults of a user, a machine or a plan.
 
 Every message says, in this order: what was expected, what was found, where, and what to do. Broken invariants of
-outcore itself are ``AssertionError`` and not part of the family.
+outcore itself raise ``AssertionError``, which is not part of the family.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 class OutcoreError(Exception):
-    """Anything that outcore refuses or that went wrong underneath it."""
+    """Base class: outcore refuses a request, or something underneath outcore failed."""
 
 
 class ConfigError(OutcoreError, ValueError):
@@ -18,7 +18,7 @@ class ConfigError(OutcoreError, ValueError):
 
 
 class UnsupportedError(OutcoreError, RuntimeError):
-    """Something that works in plain PyTorch and cannot work on streamed weights: refused, never silently wrong."""
+    """A use that works in plain PyTorch but cannot work on streamed weights. It is refused, never silently wrong."""
 
 
 class AbsentParameterError(UnsupportedError):
@@ -26,17 +26,17 @@ class AbsentParameterError(UnsupportedError):
 
 
 class MemoryBudgetError(OutcoreError, RuntimeError):
-    """A tier could not deliver the memory that the plan was promised."""
+    """A tier could not deliver the memory that the plan counts on."""
 
 
 class PlanInfeasibleError(MemoryBudgetError):
     """No placement fits the budget.
 
     Attributes:
-        required_bytes: Tier name -> the least that would do given the tiers allowed; a budget of exactly these bytes
-            is accepted.
-        raise_one_to: Tier name -> how much of it would do with the other tiers as given. A tier that alone cannot help
-            is missing.
+        required_bytes: Tier name -> the least sufficient bytes, given the allowed tiers; a budget of exactly these
+            bytes is accepted.
+        raise_one_to: Tier name -> the bytes of this tier that would suffice if the other tiers stay as given. A tier
+            that cannot help alone is missing.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PlanInfeasibleError(MemoryBudgetError):
 
 
 class DiskError(OutcoreError, OSError):
-    """The disk tier failed: a folder that cannot serve, a full disk, a short read, an I/O error."""
+    """The disk tier failed: an unusable folder, a full disk, a short read, an I/O error."""
 
 
 class RaceError(OutcoreError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Packages that commands and the mixin for Trainers need beside what the library needs: the extra ``train``."""
+"""Packages that commands and the Trainer mixin need besides the library's own dependencies: the extra ``train``."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from importlib.util import find_spec
 from outcore.core.errors import ConfigError
 
 COMMAND_LINE = ("pydantic", "rich", "typer")
-"""What every command needs, under the names that are imported."""
+"""Packages that every command needs, by their import names."""
 TRAINING = (*COMMAND_LINE, "accelerate", "datasets", "huggingface_hub", "peft", "transformers", "trl", "yaml")
-"""What training needs."""
+"""Packages that training needs."""
 TRAINER = ("accelerate", "transformers")
-"""What a Trainer needs."""
+"""Packages that a Trainer needs."""
 
 
 def refuse_missing(*packages: str, extra: str | None = "train") -> None:
-    """Refuse to begin without packages, all of which are named. None is imported. Args: extra: That has them, if any.
+    """Refuse to begin if packages are missing; the error names all missing ones. Does not import any.
+
+    Args:
+        packages: Import names.
+        extra: The extra of outcore that has them; None if there is none.
 
     Raises:
-        ConfigError: One is not installed.
+        ConfigError: A package is not installed.
     """
     missing = [name for name in packages if find_spec(name) is None]
     if missing:

@@ -1,4 +1,7 @@
-"""Bytes as people write and read them: the only place that parses or formats them. 1 GiB = 2**30, 1 GB = 1e9 bytes."""
+"""Sizes in bytes as people write and read them. Only this module parses or formats them.
+
+1 GiB is 2**30 bytes; 1 GB is 1e9 bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from fractions import Fraction
 
 from outcore.core.errors import ConfigError
 
-PAGE_BYTES = 4096  # extents, host buffers and O_DIRECT transfers are multiples of it (4 Ki-sector drives reject less)
-PARAM_ALIGN_BYTES = 256  # what torch's allocators align to at least, so kernels see a plain model's alignment
+PAGE_BYTES = 4096  # extents, host buffers and O_DIRECT transfers are multiples of it (4 KiB-sector drives reject less)
+PARAM_ALIGN_BYTES = 256  # tensors begin at its multiples, so that kernels see an alignment like in a plain model
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -25,10 +28,10 @@ def parse_bytes(value: int | str, *, what: str) -> int:
 
     Args:
         value: Bytes, or a number with one of B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024).
-        what: What the size is for; stands in the error.
+        what: Purpose of the size, for the error.
 
     Raises:
-        ConfigError: Not a size, negative, or an unknown unit.
+        ConfigError: The value is not a size, is negative, or has an unknown unit.
     """
     expected = f"{what}: expected bytes as a non-negative integer or a string such as '20GiB'"
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -44,7 +47,7 @@ def parse_bytes(value: int | str, *, what: str) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Write bytes for people, in powers of 1024: ``'1.50 GiB'``."""
+    """Format bytes for people, in powers of 1024: ``'1.50 GiB'``."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

@@ -1,4 +1,4 @@
-"""Whether a launcher made this process one of several; asked before torch is imported, which takes seconds."""
+"""Whether a launcher started this process as one of several ranks. Needs no import of torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import NamedTuple
 from outcore.core.errors import OutcoreError
 
 TIMEOUT = "OUTCORE_RANKS_TIMEOUT_S"
-"""Environment variable: so long a rank waits for the others."""
+"""Environment variable: seconds for which a rank waits for the others."""
 
 
 class OtherRankError(OutcoreError):
-    """Another rank has failed, or ranks have lost one another; what went wrong is said where it did."""
+    """Another rank has failed, or ranks have lost one another. The rank where it happened reports the cause."""
 
 
 class Launched(NamedTuple):
-    """What a launcher's environment says, as torchrun sets it."""
+    """Rank and number of ranks from the launcher's environment, as torchrun sets it."""
 
     rank: str
     size: int
 
 
 def launched() -> Launched | None:
-    """This process among others; None: a launcher started it alone, or none did."""
+    """Return the rank of this process among several; None if it was started alone, with or without a launcher."""
     size = os.environ.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
         return Launched(os.environ.get("RANK", "?"), int(size))
@@ -31,7 +31,7 @@ def launched() -> Launched | None:
 
 
 def is_of_other_rank(error: BaseException | None) -> bool:
-    """Whether an error only follows from what another rank did. Args: error: It, and what it was raised from."""
+    """Whether an error only follows from a failure of another rank. Args: error: Checked with its causes."""
     while error is not None and not isinstance(error, OtherRankError):
         error = error.__cause__
     return error is not None

@@ -1,1 +1,1 @@
-"""The device and its lanes: what runs operations, orders them, times them, and looks for races."""
+"""The device and its lanes, which run operations, order them, time them and check them for races."""

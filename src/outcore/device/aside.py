@@ -1,4 +1,4 @@
-"""Copies and sums of device memory by threads that serve no lane, beside what compute and lanes were given."""
+"""Copies and sums of device memory by threads that serve no lane, beside the work of compute and lanes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 import torch
 
 _COLUMNS = 4093
-"""Of words that are summed; prime, so that rows of a matrix that change places do not stay in their columns."""
+"""Columns in ``sum_of_words``: a prime, so that rows of a matrix that change places also change columns."""
 
 
 @final
 class Sum:
-    """``sum_of_words`` of memory on a device, as it is when the first one asks."""
+    """``sum_of_words`` of memory on a device, taken at the first call of ``take`` and then kept."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        """Not taken yet."""
+        """Take nothing yet."""
         self._memory, self._taking = memory, threading.Lock()
         self._value: torch.Tensor | None = None
         self._taken: torch.cuda.Event | None = None
 
     def take(self) -> torch.Tensor:
-        """The sum. What the caller's stream does next comes behind it, whoever has taken it."""
+        """Return the sum. Later work on the caller's stream is ordered behind it, whichever stream computed it."""
         with self._taking:
             if self._value is None:
                 self._value = sum_of_words(self._memory)
@@ -38,28 +38,31 @@ class Sum:
 
 
 class Aside:
-    """Of one device. On CUDA a stream of its own: on the default one all would come behind what compute was given."""
+    """Copies and sums on one device.
+
+    On CUDA it has its own stream: on the default stream its work would wait behind all work of compute.
+    """
 
     def __init__(self, torch_device: torch.device) -> None:
         """Takes no memory."""
         self._stream = torch.cuda.Stream(torch_device) if torch_device.type == "cuda" else None
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Into host memory; the bytes are there when this returns."""
-        if source.is_cpu:  # numpy's copies let other threads run, and begin none of their own
+        """Copy into host memory; the bytes are there when this returns."""
+        if source.is_cpu:  # numpy's copies release the interpreter lock and start no threads
             np.copyto(target.numpy(), source.numpy())
             return
         with self._here():
             target.copy_(source)
 
     def take(self, sums: Iterable[Sum]) -> None:
-        """Those that nobody has taken yet."""
+        """Take the sums that are not taken yet."""
         with self._here():
             for each in sums:
                 each.take()
 
     def is_sum_of(self, before: Sum, memory: torch.Tensor) -> bool:
-        """Whether ``sum_of_words`` is what it was."""
+        """Whether ``sum_of_words`` of the memory still equals an earlier sum."""
         with self._here():
             return torch.equal(sum_of_words(memory), before.take())
 
@@ -68,9 +71,9 @@ class Aside:
 
 
 def sum_of_words(memory: torch.Tensor) -> torch.Tensor:
-    """Sums of the words of some bytes (1D), by columns: a word that changes, or goes to another place, changes them.
+    """Sum the 8-byte words of some bytes (1D) by columns: a word that changes, or moves to another column, shows.
 
-    On a device nobody waits for it.
+    Does not wait for the device.
     """
     whole = memory.numel() // 8 * 8
     words, rest = memory[:whole].view(torch.int64), memory[whole:].long()

@@ -33,13 +33,13 @@ class CpuDevice(Device):
         self._memory: list[HostMemory] = []
 
     def allocate(self, nbytes: int, *, is_touched: bool = True) -> torch.Tensor:
-        """Memory straight from the system, so that closing gives it back; a forked data loader may read in it."""
+        """Map memory straight from the system, so that ``close`` gives it back. A forked data loader may read it."""
         memory = HostMemory.open(nbytes, inherit=True, is_touched=is_touched)
         self._memory.append(memory)
         return memory.tensor
 
     def touch_memory(self) -> None:
-        """Make it resident."""
+        """Make all memory resident."""
         for memory in self._memory:
             memory.touch()
 
@@ -72,7 +72,7 @@ class CpuDevice(Device):
         torch.set_rng_state(cast(torch.Tensor, state))
 
     def memory_bytes(self) -> int:
-        """Free host memory, which serves as both tiers; who shares it out between them must not count it twice."""
+        """Free host memory. It serves as both tiers: a caller that divides it must not count it twice."""
         return host_free_bytes()
 
     def total_bytes(self) -> int:
@@ -80,7 +80,7 @@ class CpuDevice(Device):
         return host_bytes()
 
     def meter(self) -> None:
-        """Activations share host memory with everything else, which the device tier's share leaves out."""
+        """Return None: activations take ordinary host memory, which the device tier's share does not include."""
 
     def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
         for handle in dependencies:

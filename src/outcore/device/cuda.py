@@ -1,19 +1,19 @@
-"""CUDA and ROCm: copy lanes have a stream each, points are events, host memory is pinned in place.
+"""CUDA and ROCm: each copy lane has a stream, points are events, host memory is pinned in place.
 
-Work of a copy lane is ordered on the device: its stream waits for the events of what it depends on, its thread only
-until those events exist, except where it lets others pass (see below). Host lanes (disk, update) block their thread on
-events, with the interpreter lock released.
+Work of a copy lane is ordered on the device: its stream waits for the events of its dependencies. Its thread waits only
+until those events exist, except where it lets other streams pass (see below). Host lanes (disk, update) block their
+thread on events, with the interpreter lock released.
 
-[Note: who has the copy engine] Copies in one direction share an engine of the GPU. It serves a stream as long as that
-has something ready: on an H100, states on their way to updates kept a fetch of weights waiting for 0.6 s, until the
-last of them had come, and forward with it. So the next states are given to the engine when the last ones are there. In
-between, in the microseconds that a thread needs to wake, the engine looks at the other streams. Whoever waits until
-such a copy is given to the device waits for the one before it.
+[Note: who has the copy engine] Copies in one direction share one copy engine of the GPU. The engine serves a stream for
+as long as that stream has copies ready. On an H100, states on their way to updates kept a fetch of weights waiting for
+0.6 s, until the last of them had arrived, and forward waited with it. So the next states are given to the engine only
+when the previous ones have arrived. In between, in the microseconds that a thread needs to wake, the engine turns to
+the other streams. A caller that waits until such a copy is issued therefore waits for the previous copy to finish.
 
-[Note: forked children] A forked child cannot call the driver, and torch ends a process that destroys an event without
-it. So a worker of a ``DataLoader`` in which Python collects what the parent left behind would be lost. Children keep
-the events of this file, and collect nothing that was there before them. Owners of events are listed for that, since
-torch's events do not show themselves to the collector.
+[Note: forked children] A forked child cannot call the driver, and torch aborts a process that destroys an event without
+the driver. So a ``DataLoader`` worker would die when Python collects objects that it inherited. Children therefore keep
+the events of this file and collect nothing that existed before the fork. This file lists the owners of events, because
+the garbage collector does not track torch's events.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from outcore.spec.lanes import COPY_LANES, Lane
 from outcore.spec.timeline import COMPUTE
 
 BACKEND = "nccl" if distributed.is_available() and distributed.is_nccl_available() else "gloo"
-"""Of process groups. Gloo moves what is in host memory."""
+"""Backend of process groups on the device. Gloo moves bytes through host memory."""
 
-_CYCLES_PER_S = 1_000_000_000  # what torch.cuda._sleep counts; GPUs run at 1 to 2 GHz, and only tests sleep
+_CYCLES_PER_S = 1_000_000_000  # torch.cuda._sleep counts cycles; GPUs run at 1 to 2 GHz, and only tests sleep
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
 _OWNERS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Of events."""
+"""Owners of events, which a forked child keeps alive."""
 
 
 @final
@@ -70,18 +70,18 @@ class _Forks:
 
     def _keep_what_was_there(self) -> None:
         kept = list(_OWNERS)
-        kept.append(kept)  # which nobody collects, not even when the interpreter ends
+        kept.append(kept)  # a cycle is never freed by reference counts, not even when the interpreter ends
         gc.freeze()
         self._go_on()
 
 
 _watch_forks = functools.cache(_Forks)
-"""From the first device on."""
+"""Installs the fork handlers, once, when the first device is opened."""
 
 
 @final
 class Point:
-    """A point on a stream: an event, recorded when made or, if late, when somebody first depends on it."""
+    """A point on a stream: an event, recorded at construction or, if late, when something first depends on it."""
 
     def __init__(self, stream: torch.cuda.Stream, *, is_late: bool = False) -> None:
         """Args: is_late: Move along with the stream until ``fix``."""
@@ -98,18 +98,18 @@ class Point:
         return cast(torch.cuda.Event, self._event)
 
     def fix(self) -> None:
-        """Record the event if that was not done."""
+        """Record the event if it is not recorded yet."""
         if self._event is None:
             event = torch.cuda.Event(blocking=True)  # a host that waits sleeps instead of spinning
             event.record(self._stream)
             self._event = event
 
     def query(self) -> bool:
-        """Whether the stream got there."""
+        """Whether the stream has reached the point."""
         return bool(self.event.query())
 
     def synchronize(self) -> None:
-        """Block the host until the stream got there."""
+        """Block the host until the stream has reached the point."""
         self.event.synchronize()
 
 
@@ -117,7 +117,7 @@ class Point:
 class _Anchor:
     """An event whose time on the host's clock is known, or follows from the anchor before it.
 
-    ``elapsed_time`` is a float32. Over long spans it loses precision, so each step drops a fresh anchor.
+    ``elapsed_time`` is a float32 and loses precision over long spans, so each step records a fresh anchor.
     """
 
     def __init__(self, event: torch.cuda.Event, at_s: float | None, before: _Anchor | None) -> None:
@@ -134,47 +134,47 @@ class _Anchor:
 
 @final
 class StreamMoment:
-    """When a stream came to a point."""
+    """The moment when a stream reached an event."""
 
     def __init__(self, event: torch.cuda.Event, anchor: _Anchor) -> None:
-        """Args: event: Recorded, with timing. anchor: An earlier or later one on the same device."""
+        """Args: event: Recorded, with timing. anchor: An earlier or later event on the same device."""
         _OWNERS.add(self)
         self._event, self._anchor = event, anchor
 
     def is_over(self) -> bool:
-        """Whether the stream got there, and the anchor is known."""
+        """Whether the device has reached both the event and the anchor."""
         return bool(self._event.query()) and bool(self._anchor.event.query())
 
     def seconds(self) -> float:
-        """When, on the host's clock."""
+        """Time on the host's clock, in seconds. Blocks until the event and the anchor are over."""
         self._event.synchronize()
         self._anchor.event.synchronize()
         return self._anchor.seconds() + self._anchor.event.elapsed_time(self._event) / 1e3
 
     def since(self, earlier: Self) -> float:
-        """Seconds on the device's clock."""
+        """Seconds since an earlier moment, on the device's clock."""
         return earlier._event.elapsed_time(self._event) / 1e3
 
 
 @final
 class StreamStopwatch:
-    """Timing events on the calling thread's current stream."""
+    """Times work by events on the calling thread's current stream."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        """Waits for the device."""
+        """Wait for the device, to relate its clock to the host's."""
         self._torch_device = torch_device
         self._anchor = self._drop_anchor()
 
     def start(self) -> None:
-        """Wait for the device, once, to know what its time is on the host's clock."""
+        """Wait for the device once, to relate its clock to the host's anew."""
         self._anchor = self._drop_anchor()
 
     def tick(self) -> None:
-        """Drop another anchor."""
+        """Record a fresh anchor, without waiting."""
         self._anchor = _Anchor(self._event(), None, self._anchor)
 
     def now(self) -> StreamMoment:
-        """The moment that the current stream has come to."""
+        """Return the current moment of the current stream."""
         return StreamMoment(self._event(), self._anchor)
 
     def _drop_anchor(self) -> _Anchor:
@@ -199,10 +199,10 @@ class CudaExecution:
         self.stopwatch = StreamStopwatch(torch_device)
         self._names: dict[int, str] = {}
         self._last_states: Point | None = None
-        """See [Note: who has the copy engine]."""
+        """End of the last copy on ``states_h2d``. See [Note: who has the copy engine]."""
 
     def begin_thread(self, lane: Lane | None) -> None:
-        """Select the device, which each thread has its own notion of."""
+        """Select the device: the current device is per thread."""
         torch.cuda.set_device(self.torch_device)
 
     def run(self, operation: Operation, pace: Pace, recorder: Recorder) -> Point | None:
@@ -231,7 +231,7 @@ class CudaExecution:
         return point
 
     def stream_name(self) -> str:
-        """The current stream, by the order in which streams were seen."""
+        """Name of the current stream, numbered in the order in which streams were first seen."""
         number, stream = len(self._names), torch.cuda.current_stream(self.torch_device)
         return self._names.setdefault(stream.cuda_stream, f"{COMPUTE} {number}" if number else COMPUTE)
 
@@ -242,19 +242,19 @@ class CudaExecution:
 
 @final
 class AllocatorMeter:
-    """Peaks of torch's allocator, which it resets (``torch.cuda.max_memory_allocated``)."""
+    """Peak of torch's allocator (``torch.cuda.max_memory_allocated``). Resets that statistic."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        """What is allocated now is not measured."""
+        """Measure from here: memory allocated now does not count."""
         self._torch_device = torch_device
         self._before = torch.cuda.memory_allocated(torch_device)
 
     def start(self) -> None:
-        """Begin anew."""
+        """Forget the peak and begin anew."""
         torch.cuda.reset_peak_memory_stats(self._torch_device)
 
     def peak_bytes(self) -> int:
-        """The most that was allocated beside what was there before."""
+        """Peak of allocated bytes since ``start``, less those allocated when the meter was made."""
         return max(0, torch.cuda.max_memory_allocated(self._torch_device) - self._before)
 
 
@@ -277,14 +277,14 @@ class CudaDevice(Device):
         super().__init__(self._cuda.torch_device, self._cuda, faults, race_checker)
 
     def allocate(self, nbytes: int, *, is_touched: bool = True) -> torch.Tensor:
-        """Memory of torch's caching allocator, cut to begin at a page."""
+        """Allocate from torch's caching allocator; the result begins at a page."""
         return aligned_bytes(nbytes, self.torch_device)
 
     def touch_memory(self) -> None:
-        """The driver has no pages to take later."""
+        """Do nothing: device memory is resident from the start."""
 
     def register_host(self, memory: torch.Tensor) -> bool:
-        """Pin with cudaHostRegister in one piece: a copy from one registration into the next may be refused."""
+        """Pin in one piece with cudaHostRegister: the driver may refuse a copy that crosses two registrations."""
         nbytes = memory.numel() * memory.element_size()
         if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE)) == 0:
             return True
@@ -303,14 +303,14 @@ class CudaDevice(Device):
             tensor.record_stream(stream)
 
     def receive(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Memory that another stream gave out would go back to it while this one still reads."""
+        """Keep the allocator from reusing the tensors' memory on the stream that allocated them while compute reads."""
         stream = torch.cuda.current_stream(self.torch_device)
         for tensor in tensors:
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)
 
     def rng_state(self) -> object:
-        """States of the CPU's default generator and of this device's. Does not wait for the device."""
+        """Return the states of the CPU's default generator and of this device's. Does not wait for the device."""
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.torch_device)
 
     def set_rng_state(self, state: object) -> None:
@@ -320,17 +320,17 @@ class CudaDevice(Device):
         torch.cuda.set_rng_state(state_device, self.torch_device)
 
     def memory_bytes(self) -> int:
-        """What the driver has free, and what torch's allocator holds without use."""
+        """Bytes that the driver has free, plus those that torch's allocator holds unused."""
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
         idle_bytes = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(free_bytes + idle_bytes)
 
     def total_bytes(self) -> int:
-        """What the driver has in all."""
+        """Bytes of memory of the GPU."""
         return int(torch.cuda.mem_get_info(self.torch_device)[1])
 
     def meter(self) -> AllocatorMeter:
-        """What torch's allocator gives out."""
+        """Return a meter of torch's allocator."""
         return AllocatorMeter(self.torch_device)
 
     def finish_copies(self) -> None:
@@ -338,7 +338,7 @@ class CudaDevice(Device):
         torch.cuda.current_stream(self.torch_device).synchronize()
 
     def _free_memory(self) -> None:
-        """The allocator takes it back with the last tensor."""
+        """Do nothing: the allocator takes memory back with its last tensor."""
 
     def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
         stream = torch.cuda.current_stream(self.torch_device)
@@ -353,13 +353,13 @@ class CudaDevice(Device):
             sleep_on_stream(seconds)
 
     def _clear_error(self) -> None:
-        """Take the refusal away that the runtime remembers: else the next kernel, whoever launches it, reports it."""
+        """Clear the error that the runtime remembers: else the next kernel launch of any caller would report it."""
         with contextlib.suppress(RuntimeError):
             torch.empty(1, dtype=torch.uint8, device=self.torch_device).fill_(0)
 
 
 def _put_behind(stream: torch.cuda.Stream, handle: Handle) -> None:
-    """Let a stream wait for the device work of a handle; raise what it raised."""
+    """Let a stream wait for the device work of a handle; raise what that work raised."""
     handle.wait_issued()
     if handle.failure is not None:
         handle.failure.throw()
@@ -367,13 +367,13 @@ def _put_behind(stream: torch.cuda.Stream, handle: Handle) -> None:
 
 
 def order_behind(stream: torch.cuda.Stream, dependencies: tuple[Handle, ...]) -> None:
-    """Let a stream wait for the device work of handles that are issued; work of the host is over by then."""
+    """Let a stream wait for the device work of issued handles. Host work is over once it is issued."""
     for dependency in dependencies:
         if isinstance(dependency.completion, Point):
             stream.wait_event(dependency.completion.event)
 
 
 def sleep_on_stream(seconds: float) -> None:
-    """Keep the current stream busy for about so long."""
+    """Keep the current stream busy for about this long."""
     if seconds > 0:
         torch.cuda._sleep(int(seconds * _CYCLES_PER_S))  # noqa: SLF001  (torch offers no public delay)

@@ -1,7 +1,7 @@
-"""The device: what runs asynchronously, in which order, and device memory.
+"""The device: asynchronous operations, their order, and device memory.
 
-``Device`` keeps the bookkeeping that all kinds share (labels, the race checker, errors nobody has seen); a kind says
-how work is ordered behind other work and where memory comes from.
+``Device`` does the bookkeeping that all kinds of device share: labels, the race checker, errors not reported yet. Each
+kind defines how work is ordered behind other work and where memory comes from.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from outcore.spec.timeline import COMPUTE, HOST
 
 NOTHING: After = MappingProxyType({})
 ACCELERATOR_SHARE = 0.3
-"""Of a device with memory of its own: see ``Device.activation_share``."""
+"""``Device.activation_share`` of a device with memory of its own."""
 
 
 def aligned_bytes(nbytes: int, torch_device: torch.device) -> torch.Tensor:
-    """1D uint8 tensor of ``nbytes`` that begins at a multiple of 4 KiB; takes up to 4 KiB more."""
+    """Return a 1D uint8 tensor of ``nbytes`` that begins at a multiple of 4 KiB; allocates 4 KiB more."""
     memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device=torch_device)
     return memory.narrow(0, -memory.data_ptr() % PAGE_BYTES, nbytes)
 
@@ -55,34 +55,34 @@ class Meter(Protocol):
     """Measures device memory."""
 
     def start(self) -> None:
-        """Begin anew."""
+        """Forget the peak and begin anew."""
 
     def peak_bytes(self) -> int:
-        """The most that was taken since ``start``, beside what the plan takes."""
+        """Peak of memory in use since ``start``, without what was already in use when the meter was made."""
 
 
 class Device(Closing):
     """Lanes, compute and memory of one device.
 
-    Owns the lanes' threads from construction to ``close``, which also runs when the device is collected and at exit. In
-    a forked child it has no lanes: ``close`` does nothing there, everything else raises.
+    Owns the threads of its lanes from construction to ``close``, to garbage collection or to the end of the process. In
+    a forked child it has no lanes: operations raise there, and ``close`` leaves the parent's lanes alone.
 
-    Order: operations of a lane run in the order of submission; compute is ordered by ``compute``, the host by ``wait``.
+    Order: operations of a lane run in the order of submission. ``compute`` orders compute; ``wait`` orders the host.
     """
 
     has_host_memory: bool
-    """Whether device memory is the host's own, so that the same bytes are free in both tiers."""
+    """Whether device memory is host memory, so that both tiers share the same free bytes."""
     computes_on_host: bool
-    """Whether the host's cores compute: then updates on the host take them away, and results are there at once."""
+    """Whether compute runs on the host's cores: it then competes with host updates for them, and is never late."""
     update_block_bytes: int
-    """Gradients that an update on the device takes at a time: so few that they fit a cache, or enough to fill it."""
+    """Bytes of gradients per block of an update on the device: few enough for a cache, or enough to fill the device."""
     activation_share: float
-    """Of the device budget, what a plan leaves to activations and workspace where nobody knows what they take."""
+    """Share of the device budget that a plan leaves to activations and workspace if their size is not known."""
 
     group_backend: str
-    """Of torch's process groups, for bytes on this device."""
+    """Backend of torch's process groups for bytes on this device."""
     interrupts: InterruptsInBackward | None
-    """Finds a Ctrl-C during a backward that another thread runs."""
+    """Detects a Ctrl-C during a backward on another thread; None if backward runs on the calling thread."""
 
     def __init__(
         self, torch_device: torch.device, execution: Execution, faults: Faults, race_checker: RaceChecker | None
@@ -91,23 +91,23 @@ class Device(Closing):
         self.torch_device = torch_device
         self.faults = faults
         self.labels_seen: set[str] = set()
-        """Labels under which some handle was ever a dependency, skipped ones included."""
+        """Labels under which any handle was ever a dependency, including skipped labels."""
         self._checker = race_checker
         self._delays, self._execution = Delays(faults) if faults.delays or faults.throttle else None, execution
         self.stream_name = execution.stream_name
-        """Tells the stream on which compute works now."""
+        """Returns the name of the stream on which compute works now."""
         self._failures = Failures()
         self.check = self._failures.raise_next
-        """Raises the first error that a lane hit and nobody has seen yet; the next call raises the next one."""
+        """Raises the first error of a lane that was not raised yet; the next call raises the next one."""
         self.refuse_after_failure = self._failures.raise_first
-        """Raises the first error that a lane ever hit: what it was to do is not done."""
+        """Raises the first error that a lane ever hit: the work of that operation was not done."""
         self.recorder = Recorder(execution.stopwatch)
-        """Adds up what compute waits for; keeps operations if asked to."""
+        """Adds up the seconds that compute waits; keeps operations if asked to."""
         pace, seed = _at_once if self._delays is None else self._delays.pace, faults.permute
         service = Service(execution, pace, self._failures, self.recorder)
         self._lanes: Lanes = ThreadedLanes(service) if seed is None else PermutedLanes(service, seed)
         self.pid = os.getpid()
-        """Of the process that opened it. A forked child can use nothing of it."""
+        """Process that opened the device. A forked child cannot use the device."""
         self._finalizer = weakref.finalize(self, _close_lanes, self._lanes, execution, self.pid)
 
     def submit(
@@ -124,19 +124,19 @@ class Device(Closing):
         """Queue an operation at the end of a lane and return at once.
 
         Args:
-            lane: Who runs it, on its own thread and, for copies on CUDA, on its own stream.
-            name: Such as ``fetch model.layers.3``; stands in errors.
-            work: Copies or computes. Must neither submit nor wait; must not enter autograd.
+            lane: The lane that runs it. Each lane has its own thread and, for copies on CUDA, its own stream.
+            name: Name for errors, such as ``fetch model.layers.3``.
+            work: Copies or computes. It must neither submit nor wait, and must not enter autograd.
             reads: Bytes that ``work`` reads.
             writes: Bytes that ``work`` writes.
-            after: What must have happened first. If any of it failed, this fails with the same error and does not run.
-                Behind device work a copy lane is ordered on the device; other lanes block their thread.
-            is_due: Asked when the operation's turn comes, with a race checker at once; always says the same. If no, the
-                operation is over without waiting for ``after``: what comes after it is ordered by its lane's earlier
-                operations only. Not for copy lanes.
+            after: Dependencies. If one of them failed, this operation fails with the same error and does not run.
+                To wait for device work, a copy lane is ordered on the device; other lanes block their thread.
+            is_due: Called when the operation's turn comes, and with a race checker also at submission. Its answer must
+                not change. If false, the operation is over without waiting for ``after``: operations that depend on it
+                are then ordered behind earlier operations of its lane only. Not for copy lanes.
 
         Raises:
-            RaceError: A conflicting access is not ordered before (only with a race checker).
+            RaceError: A conflicting access is not ordered before this one (only with a race checker).
             LaneError: The device is closed.
         """
         self._refuse_in_child(name)
@@ -153,7 +153,7 @@ class Device(Closing):
     def compute(
         self, name: str, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), after: After = NOTHING
     ) -> Handle:
-        """Order compute behind ``after`` and declare what the code that runs next there reads and writes.
+        """Order compute behind ``after``, and declare what the next code on compute reads and writes.
 
         Compute is the calling thread on the CPU and its current stream on CUDA.
 
@@ -161,8 +161,8 @@ class Device(Closing):
             A handle behind the declared access and all earlier ones. Use it only after the code ran; ``mark`` is exact.
 
         Raises:
-            RaceError: A conflicting access is not ordered before (only with a race checker).
-            OutcoreError: Something in ``after`` failed.
+            RaceError: A conflicting access is not ordered before this one (only with a race checker).
+            OutcoreError: An operation in ``after`` failed.
         """
         self._refuse_in_child(name)
         dependencies = self._dependencies(after)
@@ -173,7 +173,7 @@ class Device(Closing):
         return self._point(name, clock, self._compute_point(is_late=True))
 
     def mark(self, name: str) -> Handle:
-        """A handle behind everything that compute was given so far."""
+        """Return a handle behind all work that compute was given so far."""
         self._refuse_in_child(name)
         clock = self._checker.mark(self.stream_name()) if self._checker is not None else ()
         return self._point(name, clock, self._compute_point(is_late=False))
@@ -194,20 +194,20 @@ class Device(Closing):
         """Declare that the host itself reads or writes these bytes now.
 
         Raises:
-            RaceError: The host did not wait for a conflicting access (only with a race checker).
+            RaceError: The host has not waited for a conflicting access (only with a race checker).
         """
         self._declare(HOST, name, reads, writes, ())
 
     def poison(self, buffer: Buffer, lane: Lane | None = None, after: After = NOTHING) -> Handle | None:
-        """Fill a freed buffer with NaN where it is freed, if faults say so.
+        """Fill a freed buffer with NaN, if the faults include poison.
 
         Args:
-            buffer: Nobody may read it until it is written again.
-            lane: Who frees it, and so who fills it; None: compute.
-            after: What must have happened first, beside what came before on the lane.
+            buffer: The freed buffer, which must not be read until it is written again.
+            lane: The lane that frees the buffer, and therefore fills it; None: compute.
+            after: Dependencies besides the lane's earlier operations.
 
         Returns:
-            None without poison. Else a handle that whoever uses the buffer next must come after.
+            A handle that the next use of the buffer must come after; None without poison.
         """
         if not self.faults.poison:
             return None
@@ -220,17 +220,17 @@ class Device(Closing):
         return self.mark(name)
 
     def _fill(self, buffer: Buffer) -> None:
-        if buffer.bytes.is_cpu:  # this thread writes at once, unseen by copies on its stream
+        if buffer.bytes.is_cpu:  # this thread writes at once, not in the order of its stream: end that stream's copies
             self.finish_copies()
         buffer.bytes.fill_(POISON)
 
     def _finish(self) -> None:
-        """Block the host until everything that was submitted is over, whether it failed or not."""
+        """Block the host until all submitted operations are over, failed ones included."""
         self._lanes.drain()
         self._execution.drain()
 
     def _blocked_by(self, handle: Handle, wait: Callable[[], None]) -> None:
-        """Wait, and have the time recorded in which compute has nothing else to do."""
+        """Wait for a handle, and record that time as a wait of compute."""
         if handle.lane == COMPUTE or handle.is_over():
             wait()
             return
@@ -238,18 +238,18 @@ class Device(Closing):
             wait()
 
     def synchronize(self) -> None:
-        """Block the host until all lanes are empty and the device is idle. Raises no errors of lanes; see ``check``."""
+        """Block the host until all lanes are empty and the device is idle. ``check`` raises the lanes' errors."""
         self._refuse_in_child("synchronize")
         self._finish()
         if self._checker is not None:
             self._checker.synchronize()
 
     def hangs_up_with(self, hang_up: Callable[[], None]) -> None:
-        """When the lanes are closed, and one of them waits for another rank. Args: hang_up: Ends such waits."""
+        """Set how ``close`` ends a lane's wait for another rank. Args: hang_up: Ends such waits."""
         self._lanes.hang_up = hang_up
 
     def stop(self) -> None:
-        """Let running operations finish, fail the queued ones, join the threads; memory stays. Idempotent.
+        """Let running operations finish, fail the queued ones and join the threads. Memory stays. Idempotent.
 
         Raises LaneError if an operation does not end.
         """
@@ -258,7 +258,7 @@ class Device(Closing):
         self._finalizer()
 
     def close(self) -> None:
-        """``stop``, and give back what ``allocate`` took. Idempotent. ``synchronize`` first to have everything done."""
+        """``stop``, and free what ``allocate`` took. Idempotent. Call ``synchronize`` first to have all work done."""
         try:
             self.stop()
         finally:
@@ -266,22 +266,22 @@ class Device(Closing):
 
     @abc.abstractmethod
     def allocate(self, nbytes: int, *, is_touched: bool = True) -> torch.Tensor:
-        """Device memory: 1D uint8 of ``nbytes``, aligned to 4 KiB, not initialised.
+        """Allocate device memory: 1D uint8 of ``nbytes``, aligned to 4 KiB, not initialised.
 
-        Where it is host memory, ``is_touched=False`` leaves its pages to whoever writes them, and to ``touch_memory``.
+        If device memory is host memory, ``is_touched=False`` leaves its pages to the first write or ``touch_memory``.
         Memory: device, ``nbytes`` and at most 4 KiB more, until the tensor and its views are gone.
         """
 
     @abc.abstractmethod
     def touch_memory(self) -> None:
-        """Take what ``allocate`` left to be taken later. Nothing may be in flight."""
+        """Make resident the pages that ``allocate(is_touched=False)`` left. Nothing may be in flight."""
 
     @abc.abstractmethod
     def register_host(self, memory: torch.Tensor) -> bool:
-        """Pin host memory (contiguous, aligned, alive until ``unregister_host``) in place: its copies are fast then.
+        """Pin host memory (contiguous, aligned, alive until ``unregister_host``) in place, which makes copies fast.
 
         Returns:
-            False if the driver refuses; the memory is then pageable, as before.
+            False if the driver refuses; the memory then stays pageable.
         """
 
     @abc.abstractmethod
@@ -290,15 +290,15 @@ class Device(Closing):
 
     @abc.abstractmethod
     def hand_over(self, tensor: torch.Tensor, lane: Lane | None) -> None:
-        """Let compute free a tensor that ``lane``, or (None) compute on the stream of now, uses until later."""
+        """Let compute free a tensor that still has a user: ``lane``, or with None the current stream of compute."""
 
     @abc.abstractmethod
     def receive(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """``hand_over`` to compute of what autograd found, whose nodes work on the streams of their forward."""
+        """``hand_over`` gradients from autograd to compute: autograd's nodes work on the streams of their forward."""
 
     @abc.abstractmethod
     def rng_state(self) -> object:
-        """State of the random generators that compute draws from: the CPU's and this device's."""
+        """Return the state of the random generators that compute draws from: the CPU's and this device's."""
 
     @abc.abstractmethod
     def set_rng_state(self, state: object) -> None:
@@ -306,15 +306,15 @@ class Device(Closing):
 
     @abc.abstractmethod
     def memory_bytes(self) -> int:
-        """Device memory that is free now."""
+        """Bytes of device memory that are free now."""
 
     @abc.abstractmethod
     def total_bytes(self) -> int:
-        """Device memory that there is, whoever has it now."""
+        """Bytes of device memory in all, free or in use."""
 
     @abc.abstractmethod
     def meter(self) -> Meter | None:
-        """Measures what is taken beside what is taken now; None where that is other memory than the device tier's."""
+        """Return a meter of memory taken beyond what is in use now; None if that memory is not the device tier's."""
 
     @abc.abstractmethod
     def finish_copies(self) -> None:
@@ -322,22 +322,22 @@ class Device(Closing):
 
     @abc.abstractmethod
     def _free_memory(self) -> None:
-        """Give back what ``allocate`` took, as far as tensors do not do so when they go."""
+        """Free memory of ``allocate`` that is not freed together with its tensors."""
 
     @abc.abstractmethod
     def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:
-        """Put compute behind these; raise what they raised."""
+        """Put compute behind these handles; raise what they raised."""
 
     @abc.abstractmethod
     def _compute_point(self, *, is_late: bool) -> Completion | None:
-        """The point that compute has come to; with ``is_late`` it moves along until somebody depends on it."""
+        """Return compute's current point. With ``is_late`` it moves along with compute until its ``fix``."""
 
     @abc.abstractmethod
     def _pause_compute(self, seconds: float) -> None:
         """Keep compute busy."""
 
     def _dependencies(self, after: After) -> tuple[Handle, ...]:
-        """The handles to come after, each once, without those under skipped labels."""
+        """Return the handles of ``after``, each once, without those under skipped labels."""
         chosen: dict[Handle, None] = {}
         for label, value in after.items():
             if handles := _handles(value):
@@ -380,7 +380,7 @@ def _handles(dependency: Dependency) -> tuple[Handle, ...]:
 
 
 def _fixed(handles: Iterable[Handle]) -> tuple[Handle, ...]:
-    """Somebody depends on these: points of compute that move along stay where they are."""
+    """Fix the points of these handles, since an operation now depends on them; return the handles as a tuple."""
     for handle in handles:
         if handle.completion is not None:
             handle.completion.fix()
@@ -399,4 +399,4 @@ def _close_lanes(lanes: Lanes, execution: Execution, pid: int) -> None:
         try:
             lanes.close()
         finally:
-            execution.drain()  # never to be interrupted: behind this, memory that copies read and write is given back
+            execution.drain()  # must not be interrupted: afterwards, memory that copies read and write is freed

@@ -1,6 +1,6 @@
 """Fault injection for tests: late lanes, permuted lanes, poisoned frees, missing dependencies. Off by default.
 
-Everything is decided by seeds and by the order of submission, so that a failing run can be repeated.
+Seeds and the order of submission decide everything, so that a failing run can be repeated.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ THROTTLED = tuple(lane.value for lane in Lane)
 DELAYABLE = (COMPUTE, *THROTTLED)
 _MEETINGS = (*RANK_LANES, Lane.SAVE)
 _MOMENT_S, _END_S = 0.01, 1.0
-POISON = 0xFF  # every byte so: a NaN in fp32, bf16, fp16 and fp64
+POISON = 0xFF  # in every byte, this is a NaN in fp32, bf16, fp16 and fp64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What goes wrong on purpose."""
+    """Faults to inject."""
 
     delays: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Lane's value, or ``compute`` -> the longest pause in seconds before, and again after, each operation."""
     seed: int = 0
-    """Of the delays."""
+    """Seed of the delays."""
     permute: int | None = None
     """Seed of an executor that runs operations in an arbitrary legal order instead of threads; None: threads."""
     poison: bool = False
     """Fill freed buffers with NaN."""
     skip: frozenset[str] = frozenset()
-    """Labels of dependencies that are dropped, from the run and from the race checker: planted ordering bugs."""
+    """Labels of dependencies to drop, from the run and from the race checker: planted ordering bugs."""
     throttle: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Lane's value -> bytes per second: an operation lasts at least as long as the bytes that it writes take at this
-    rate. On copy lanes of an accelerator that time is added to the copy's own."""
+    rate. On copy lanes of an accelerator this time is added to the copy's own time."""
     serial: bool = False
-    """Every submission is waited for at once, and nothing overlaps. The race checker does not hear of these waits."""
+    """Whether to wait for every submission at once, so that nothing overlaps. The race checker is not told."""
 
     def __post_init__(self) -> None:
         for lane, longest_s in self.delays.items():
@@ -80,26 +80,26 @@ NO_FAULTS = Faults()
 
 @final
 class Delays:
-    """Draws the pauses: the n-th operation of a lane pauses as long in every run, whatever the timing."""
+    """Draws the pauses: the n-th operation of a lane pauses equally long in every run, whatever the timing."""
 
     def __init__(self, faults: Faults) -> None:
-        """Args: faults: ``delays``, ``seed`` and ``throttle`` count here."""
+        """Args: faults: Their ``delays``, ``seed`` and ``throttle`` are used."""
         self._longest_s = dict(faults.delays)
         self._bytes_per_s = dict(faults.throttle)
         self._random = {lane: random.Random(f"{faults.seed} {lane}") for lane in DELAYABLE}
 
     def around(self, lane: Lane) -> tuple[float, float]:
-        """Seconds before and after the next operation of ``lane``."""
+        """Draw the pauses in seconds before and after the next operation of ``lane``."""
         return self._draw_s(lane.value), self._draw_s(lane.value)
 
     def pace(self, operation: Operation) -> Pace:
-        """How the next operation of its lane is slowed down."""
+        """Draw the pace of an operation, which is the next of its lane."""
         before_s, after_s = self.around(operation.lane)
         bytes_per_s = self._bytes_per_s.get(operation.lane.value)
         return Pace(before_s, operation.nbytes / bytes_per_s if bytes_per_s else 0.0, after_s)
 
     def compute_s(self) -> float:
-        """Seconds before the next access of compute."""
+        """Draw the pause in seconds before the next access of compute."""
         return self._draw_s(COMPUTE)
 
     def _draw_s(self, lane: str) -> float:
@@ -111,20 +111,21 @@ class Delays:
 class PermutedLanes:
     """Runs queued operations one at a time, as late and in as arbitrary an order as dependencies allow.
 
-    Operations run when somebody waits, and sometimes at a submission or a look at ``done``. Which of the lanes' heads
-    comes next is drawn by seed. The caller blocks meanwhile; the work runs on one thread set up like that of a lane, so
+    Operations run when a caller waits, and sometimes at a submission or a call of ``done``. The seed decides which of
+    the lanes' heads runs next. The caller blocks meanwhile. The work runs on one thread, set up like that of a lane, so
     that it sees neither the caller's autocast nor its number of threads.
 
-    With several ranks, what meets the others is begun in the same way, and then goes on by itself, on a thread of its
-    lane: ranks draw apart, and each may need others before its own is over. So the moments of its end are not repeated.
+    With several ranks, an operation that meets the other ranks (a meeting) begins in the same way, and then goes on by
+    itself on a thread of its lane: ranks draw independently, and each may need others before its own operation can end.
+    So the moments at which meetings end are not repeated from run to run.
     """
 
     def __init__(self, service: Service, seed: int) -> None:
         self.hang_up: Callable[[], None] | None = None
-        """Ends waits for other ranks; None: there are none."""
+        """Ends waits for other ranks; None without other ranks."""
         self._meetings: dict[Lane, tuple[SimpleQueue[Operation | None], threading.Thread]] = {}
         self._under_way: list[Handle] = []
-        """Meetings, and what waits behind one on its lane."""
+        """Meetings that run, and those queued behind them on their lanes."""
         self._service = service
         self._random = random.Random(seed)
         self._lock = threading.RLock()
@@ -134,7 +135,7 @@ class PermutedLanes:
         (self._thread,) = start_threads({"outcore-permuted": self._serve})
 
     def submit(self, operation: Operation) -> None:
-        """Queue an operation; by chance run up to three that are ready."""
+        """Queue an operation; at random run up to three operations that are ready."""
         if threading.current_thread() is self._thread:
             refuse_on_lane(f"submit '{operation.handle.name}'")
         with self._lock:
@@ -145,7 +146,7 @@ class PermutedLanes:
                 self._run_any()
 
     def wait_issued(self, handle: Handle) -> None:
-        """Run operations by chance until that of ``handle`` ran."""
+        """Run operations in random order until that of ``handle`` ran."""
         if threading.current_thread() is self._thread:
             refuse_on_lane(f"wait for '{handle.name}'")
         with self._lock:
@@ -154,7 +155,7 @@ class PermutedLanes:
                     raise AssertionError(f"{handle!r} waits for nothing that could run")
 
     def poll(self, handle: Handle) -> None:
-        """Time passes: by chance one operation runs."""
+        """Let time pass: at random run one operation."""
         if threading.current_thread() is self._thread:
             return
         with self._lock:
@@ -162,14 +163,14 @@ class PermutedLanes:
                 self._run_any()
 
     def drain(self) -> None:
-        """Run everything, by chance."""
+        """Run all queued operations, in random order."""
         with self._lock:
             while self._run_any() or self._wait_for_others():
                 pass
 
     def close(self) -> None:
-        """Fail what is queued and join the thread. Idempotent."""
-        if threading.current_thread() is self._thread:  # collected by an operation; whoever runs it holds the lock
+        """Fail the queued operations and join the threads. Idempotent."""
+        if threading.current_thread() is self._thread:  # garbage collected in an operation: its caller holds the lock
             self._turns.put(None)
             return
         with self._lock:
@@ -191,7 +192,7 @@ class PermutedLanes:
         self._thread.join()
 
     def _run_any(self) -> bool:
-        """Run one of the lanes' heads whose dependencies are issued; False if there is none."""
+        """Run one of the lanes' heads whose dependencies are issued; return False if there is none."""
         heads = [queue for queue in self._queues.values() if queue and all(d.is_issued for d in queue[0].dependencies)]
         if not heads:
             return False
@@ -218,7 +219,7 @@ class PermutedLanes:
         self._meetings[lane][0].put(operation)
 
     def _wait_for_others(self) -> bool:
-        """For a moment, if a meeting is under way. Returns whether one was: it may have ended since anybody looked."""
+        """Wait a moment for a meeting that runs. Returns whether any ran since the last call, ended ones included."""
         was_any = bool(self._under_way)
         self._under_way = [handle for handle in self._under_way if not handle.is_issued]
         for handle in self._under_way[:1]:

@@ -1,11 +1,12 @@
 """Ctrl-C while autograd works on a thread of its own.
 
 [Note: interrupts in backward] On an accelerator autograd walks the graph on its own thread. The main thread waits for
-it inside torch, and only the main thread may run signal handlers, so a Ctrl-C would be seen when backward is over. But
-a signal also writes a byte into the file that ``signal.set_wakeup_fd`` names. Autograd's thread finds it there at the
-next unit and raises ``KeyboardInterrupt``; torch hands that on to the main thread. There the handler runs at last, and
-must not raise a second one: hence a handler of our own. It stands in for Python's own handler only. Who has another
-one, or another file for wakeups (an event loop), keeps it, and is interrupted when backward is over.
+that thread inside torch. Only the main thread may run signal handlers, so a Ctrl-C would be noticed only when backward
+is over. But a signal also writes a byte into the file that ``signal.set_wakeup_fd`` names. At the next unit, autograd's
+thread finds the byte there and raises ``KeyboardInterrupt``, which torch passes on to the main thread. There the signal
+handler finally runs, and it must not raise a second ``KeyboardInterrupt``: hence a handler of our own. It replaces only
+Python's default handler. A program with another handler, or with another wakeup file (an event loop), keeps it, and is
+interrupted when backward is over.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 
 @final
 class InterruptsInBackward:
-    """One for the process, as signals are. See [Note: interrupts in backward]."""
+    """Detects a Ctrl-C in backward. One per process, like signals. See [Note: interrupts in backward]."""
 
     def __init__(self) -> None:
         self._ends: tuple[int, int] | None = None
         self._listeners: weakref.WeakSet[object] = weakref.WeakSet()
         self._is_raised = False
-        """In backward, so that the handler that is still to run has nothing to do."""
+        """Whether ``look`` has raised in backward, so that the signal handler, which runs later, must not."""
 
     def listen(self, who: object) -> None:
-        """Have ``look`` find a Ctrl-C from now on, until ``leave`` or until ``who`` is gone.
+        """Let ``look`` find a Ctrl-C from now on, until ``leave`` or until ``who`` is garbage collected.
 
-        From the main thread only, and if nobody else handles signals. Costs next to nothing again.
+        Installs the handler only on the main thread, and only over Python's default handler. Further calls are cheap.
         """
-        self._is_raised = False  # whatever was raised has come out by now
+        self._is_raised = False  # an error that was raised earlier has left backward by now
         handler = signal.getsignal(signal.SIGINT)
         if handler == self._handle:
             self._listeners.add(who)
@@ -51,15 +52,15 @@ class InterruptsInBackward:
                 signal.signal(signal.SIGINT, self._handle)
 
     def look(self) -> None:
-        """Raise ``KeyboardInterrupt`` in a backward if there was a Ctrl-C. Costs one read of a pipe."""
+        """Raise ``KeyboardInterrupt`` if there was a Ctrl-C and a backward runs. Costs one read of a pipe."""
         if self._drain() and signal.getsignal(signal.SIGINT) == self._handle and _main_thread_is_in_autograd():
             self._is_raised = True
             raise KeyboardInterrupt
 
     def leave(self, who: object) -> None:
-        """Behind the last one everything is as before.
+        """End ``listen`` for ``who``. After the last listener, signal handling is as before.
 
-        From another thread than the main one, signals stay as they are: harmless, until somebody else leaves.
+        On another thread than the main one, signals stay as they are, which is harmless, until a later ``leave``.
         """
         self._listeners.discard(who)
         if self._listeners or threading.current_thread() is not threading.main_thread():
@@ -69,7 +70,7 @@ class InterruptsInBackward:
         self.forget()
 
     def forget(self) -> None:
-        """Close the files. In a forked child, whose signals are not its parent's, this is all."""
+        """Close the pipe. A forked child does only this: its parent's signals are not its own."""
         ends, self._ends = self._ends, None
         if ends is None:
             return
@@ -90,7 +91,7 @@ class InterruptsInBackward:
             self.forget()
 
     def _drain(self) -> bool:
-        """Whether a Ctrl-C is among what was written since the last time."""
+        """Whether a Ctrl-C is among the bytes written to the pipe since the last call."""
         if self._ends is None:
             return False
         try:

@@ -1,10 +1,11 @@
-"""Lanes on threads, and the watch over them: what makes no progress is an error, never a wait without end.
+"""Lanes on threads, and the watch over them: an operation without progress is an error, never an endless wait.
 
-[Note: stalls] A wait looks up now and then at the operation that it waits for in the end. If the work of that operation
-has lasted for ``STALL_TIMEOUT_S``, it is given up. It fails, so that whatever depends on it ends too. It may still come
-back at any time and write. So the lanes take no more work, and only ``close`` is left. Transfers of the disk tier are
-not timed here: the store watches their pieces, and a long one that moves is no stall. Nor is the work of a device,
-which has as much to do as the program gave it.
+[Note: stalls] Every ``_LOOK_S`` or sooner, a wait looks at the operation that blocks it, through any chain of
+dependencies. If the work of that operation has lasted for ``STALL_TIMEOUT_S``, the operation is given up: it fails, so
+that everything that depends on it ends too. Its work may still come back at any time and write, so the lanes take no
+more operations, and the caller can only ``close``. Transfers of the disk tier are not timed here: the store watches
+them piece by piece, and a long transfer that moves is no stall. Work of a device is not timed either: it takes as long
+as the program's kernels take.
 """
 
 from __future__ import annotations
@@ -35,40 +36,42 @@ from outcore.device.threads import start_threads
 from outcore.spec.lanes import RANK_LANES, Lane
 
 STALL_TIMEOUT_S = 300.0
-CLOSE_TIMEOUT_S = 20.0  # an operation that runs longer than this while its lane closes is left behind, and said
-_END_TIMEOUT_S = 1.0  # for threads to end once what they wait for was given up
+CLOSE_TIMEOUT_S = 20.0  # if an operation runs for longer while its lane closes, its thread is left and ``close`` raises
+_END_TIMEOUT_S = 1.0  # for threads to end once the operations that they wait for are given up
 _LOOK_S = 1.0
 _PAUSE_S = 0.01
 _WATCHED_ELSEWHERE = frozenset(
     {Lane.WEIGHTS_READ, Lane.STATES_READ, Lane.DISK_WRITE, Lane.STATES_WRITE, Lane.SAVE, *RANK_LANES}
 )
-"""By the disk store, and by the files of a checkpoint: piece by piece, so that slow drives have their time. By process
-groups: other ranks may compute for long before they come."""
+"""Lanes whose operations are not timed here. The disk store and the files of a checkpoint watch theirs piece by piece,
+so that slow drives get the time they need. Process groups have timeouts of their own: other ranks may compute for long
+before they arrive."""
 
 
 @final
 class ThreadedLanes:
-    """One daemon thread per lane, each with one ATen thread and without autograd; between ranks once they are used.
+    """One daemon thread per lane, each with one ATen thread and without autograd.
 
-    Owns its threads until ``close``; idle threads hold no operation.
+    The threads of lanes between ranks start at the first use. Owns its threads until ``close``. Idle threads hold no
+    operation.
     """
 
     def __init__(self, service: Service) -> None:
         """Start the threads; returns when all are ready."""
         self.hang_up: Callable[[], None] | None = None
-        """Ends waits for other ranks; None: there are none."""
+        """Ends waits for other ranks; None without other ranks."""
         self._service = service
         self._lock = threading.RLock()
         self._is_closed = False
         self._stall: Failure | None = None
         self._queues: dict[Lane, SimpleQueue[Operation | None]] = {lane: SimpleQueue() for lane in Lane}
         self._last: dict[Lane, Handle] = {}
-        self._heads: dict[str, Operation] = {}  # what each lane works at, or waits to
+        self._heads: dict[str, Operation] = {}  # the operation that each lane runs, or is about to run
         self._threads: tuple[threading.Thread, ...] = ()
         self._start([lane for lane in Lane if lane not in RANK_LANES])
 
     def _start(self, lanes: Sequence[Lane]) -> None:
-        """Start threads for lanes that have none."""
+        """Start threads for lanes that have none yet."""
         bodies = {f"outcore-{lane.value}": partial(self._serve, lane) for lane in lanes}
         self._threads += tuple(start_threads(bodies))
         self._idents = frozenset(thread.ident for thread in self._threads)
@@ -86,10 +89,10 @@ class ThreadedLanes:
             if operation.lane in self._waiting:
                 self._start(self._waiting)
             self._queues[operation.lane].put(operation)
-            self._last[operation.lane] = operation.handle  # who is interrupted before must not be waited for
+            self._last[operation.lane] = operation.handle  # after `put`: `drain` must not wait for what was not queued
 
     def wait_issued(self, handle: Handle) -> None:
-        """Block until the lane got to it."""
+        """Block until the lane ran the operation or failed it."""
         if threading.get_ident() in self._idents:
             refuse_on_lane(f"wait for '{handle.name}'")
         while self._stall is None:
@@ -100,10 +103,10 @@ class ThreadedLanes:
         self._stall.throw()
 
     def poll(self, handle: Handle) -> None:
-        """Threads advance on their own."""
+        """Do nothing: threads advance on their own."""
 
     def drain(self) -> None:
-        """Block until every operation submitted so far ran or failed, and its bytes are there."""
+        """Block until all operations submitted so far ran or failed, and their bytes are there."""
         for handle in tuple(self._last.values()):
             handle.wait_issued()
             if handle.completion is not None:
@@ -112,7 +115,7 @@ class ThreadedLanes:
             self._stall.throw()
 
     def _serve(self, lane: Lane) -> None:
-        """Run a lane's queue until it is closed; the body of its thread."""
+        """Run a lane's queue until the lane is closed. This is the body of the lane's thread."""
         torch.set_grad_enabled(False)
         self._service.execution.begin_thread(lane)
         queue = self._queues[lane]
@@ -125,7 +128,7 @@ class ThreadedLanes:
             del self._heads[lane.value], operation  # an idle lane must not keep the last operation's tensors alive
 
     def _stalled(self, handle: Handle) -> Failure | None:
-        """Give up what a handle waits for in the end, if it has been at work for too long."""
+        """Give up the operation that blocks a handle, through any chain of dependencies, if it has run for too long."""
         lane = handle.lane
         while (operation := self._heads.get(lane)) is not None:
             awaited = next((d for d in operation.dependencies if not d.is_issued), None)
@@ -163,7 +166,7 @@ class ThreadedLanes:
             )
 
     def _have_met(self) -> bool:
-        """Whether nothing waits for other ranks, neither a thread nor a stream, or soon will not any more."""
+        """Whether no thread and no stream waits for other ranks, after at most ``_END_TIMEOUT_S``."""
         deadline_s = time.monotonic() + _END_TIMEOUT_S
         last = [handle for lane in (*RANK_LANES, Lane.SAVE) if (handle := self._last.get(lane)) is not None]
         while not all(handle.is_over() for handle in last):
@@ -181,7 +184,7 @@ class ThreadedLanes:
 
 
 def _give_up(operation: Operation, reason: str) -> Failure:
-    """Fail an operation that runs, so that whatever waits for it ends."""
+    """Fail an operation that still runs, so that everything that waits for it ends."""
     handle = operation.handle
     error = LaneError(
         f"expected '{handle.name}' on lane {handle.lane} ({operation.lane.route}) to finish, but {reason}; "

@@ -1,7 +1,7 @@
-"""Lanes: ordered queues of asynchronous operations, and the handles they return.
+"""Lanes: ordered queues of asynchronous operations, and the handles that submissions return.
 
-Every asynchronous act is a pair: submit, which returns a handle at once, and a wait on that handle. Operations of one
-lane run one after the other in the order of submission; operations of different lanes run at the same time unless a
+Asynchronous work has two halves: a submission, which returns a handle at once, and a wait on that handle. Operations of
+one lane run one after the other in the order of submission. Operations of different lanes run at the same time unless a
 dependency orders them. Since an operation can depend only on handles that exist already, lanes cannot deadlock.
 """
 
@@ -23,27 +23,27 @@ from outcore.spec.lanes import Lane
 
 Clock = tuple[int, ...]
 SKIPPED = object()
-"""What the work of a host lane returns if it found nothing to do: it is not recorded, and no fault slows it down."""
+"""Result of work on a host lane that found nothing to do: it is not recorded, and no throttle applies to it."""
 
 
 class Completion(Protocol):
-    """A point on the device that work was put behind, such as a CUDA event."""
+    """A point on the device behind the work of an operation, such as a CUDA event."""
 
     def fix(self) -> None:
-        """Somebody depends on the point: if it still moves along with compute, it stays where it is now."""
+        """Fix the point where compute is now, if it still moves along with compute: something depends on it."""
 
     def query(self) -> bool:
-        """Whether the device got there."""
+        """Whether the device has reached the point."""
 
     def synchronize(self) -> None:
-        """Block the host until it did, without holding the interpreter lock."""
+        """Block the host until the device has reached the point, without holding the interpreter lock."""
 
 
 _SHORT_S, _LONG_S = 2e-5, 2e-4
 
 
 def wait_for(completion: Completion) -> None:
-    """As ``synchronize``, but a Ctrl-C comes through: not for lanes, whose threads may block."""
+    """``synchronize`` a completion so that a Ctrl-C interrupts. Not for lanes, whose threads may block."""
     pause_s = _SHORT_S
     while not completion.query():
         IN_BACKWARD.look()
@@ -54,10 +54,10 @@ def wait_for(completion: Completion) -> None:
 
 @final
 class Failure:
-    """Why an operation failed; shared by the operation and everything that depended on it."""
+    """Why an operation failed. The operation shares it with everything that depended on it."""
 
     def __init__(self, error: BaseException, operation: str, lane: str) -> None:
-        """Args: operation, lane: Where it happened first."""
+        """Args: operation, lane: Where the error happened first."""
         self.error = error
         self.operation = operation
         self.lane = lane
@@ -65,7 +65,7 @@ class Failure:
         self._traceback: TracebackType | None = error.__traceback__
 
     def throw(self) -> NoReturn:
-        """Raise: an error of the family as it is, anything else as ``LaneError`` from it."""
+        """Raise the error: an ``OutcoreError`` as it is, any other as the cause of a ``LaneError``."""
         self.is_seen = True
         error = self.error.with_traceback(self._traceback)
         if isinstance(error, OutcoreError):
@@ -77,18 +77,18 @@ class Failure:
 
 
 class Failures:
-    """Of operations that failed by themselves, not of those that depended on them."""
+    """Failures of operations that failed by themselves, without those of operations that depended on them."""
 
     def __init__(self) -> None:
         self._first: Failure | None = None
         self._waiting: list[Failure] = []
 
     def add(self, failure: Failure) -> None:
-        """May be called from any thread."""
+        """Remember a failure. May be called from any thread."""
         self._waiting.append(failure)
 
     def raise_next(self) -> None:
-        """Raise the first that nobody has seen yet; the next call raises the next one."""
+        """Raise the first failure that was not raised yet; the next call raises the next one."""
         while self._waiting:
             failure = self._waiting.pop(0)
             self._first = self._first or failure
@@ -96,17 +96,17 @@ class Failures:
                 failure.throw()
 
     def raise_first(self) -> None:
-        """Raise the first that there ever was."""
+        """Raise the first failure ever, even if it was raised before."""
         for failure in (self._first, *self._waiting):
             if failure is not None:
                 failure.throw()
 
 
 class Lanes(Protocol):
-    """What runs the queues: threads, or an executor that permutes them."""
+    """Runs the queues: on threads, or by an executor that permutes them."""
 
     hang_up: Callable[[], None] | None
-    """Ends waits for other ranks; None: there are none."""
+    """Ends waits for other ranks; None without other ranks."""
 
     def submit(self, operation: Operation) -> None:
         """Queue an operation."""
@@ -115,7 +115,7 @@ class Lanes(Protocol):
         """Block until the operation of ``handle`` ran or failed."""
 
     def poll(self, handle: Handle) -> None:
-        """The caller asked whether ``handle`` is done."""
+        """Take note that a caller asked whether ``handle`` is done."""
 
     def drain(self) -> None:
         """Block until nothing is queued."""
@@ -124,13 +124,13 @@ class Lanes(Protocol):
         """Let running operations finish, fail the queued ones, join the threads."""
 
 
-_ISSUED = threading.Event()  # shared by all points of compute, at which nobody ever waits for a lane
+_ISSUED = threading.Event()  # shared by all points of compute, which never wait for a lane
 _ISSUED.set()
 
 
 @final
 class Handle:
-    """One submitted operation, or a point in what compute was given.
+    """One submitted operation, or a point in the work of compute.
 
     States: *queued* (nothing happened yet), *issued* (the work ran on its lane; on CUDA the bytes may still be in
     flight), *done* (the bytes are there), *failed*. Handles are cheap and keep neither work nor dependencies alive.
@@ -139,13 +139,13 @@ class Handle:
     __slots__ = ("_failure", "_issued", "_lanes", "_pid", "began_s", "clock", "completion", "lane", "name")
 
     def __init__(self, name: str, lane: str, lanes: Lanes, clock: Clock = (), *, is_issued: bool = False) -> None:
-        """Args: lane: A lane's value or ``compute``. clock: What the race checker knows of it."""
+        """Args: lane: A lane's value or ``compute``. clock: The race checker's vector clock of this operation."""
         self.name = name
         self.lane = lane
         self.clock = clock
         self.completion: Completion | None = None
         self.began_s: float | None = None
-        """When its work began, on ``time.perf_counter``; None before, and for work of a device."""
+        """When the lane's thread began the work, by ``time.perf_counter``; None before, and for points of compute."""
         self._lanes = lanes
         self._failure: Failure | None = None
         self._issued = _ISSUED if is_issued else threading.Event()
@@ -162,28 +162,28 @@ class Handle:
 
     @property
     def failure(self) -> Failure | None:
-        """Why it failed, if it did."""
+        """Why the operation failed; None if it did not."""
         return self._failure
 
     def done(self) -> bool:
-        """Whether ``wait`` would return (or raise) at once. A hint: the race checker does not count it as an order."""
+        """Whether ``wait`` would return (or raise) at once. A hint: to the race checker it orders nothing."""
         if not self._issued.is_set():
             self._lanes.poll(self)
         return self.is_over()
 
     def is_over(self) -> bool:
-        """``done`` for operations: looks and does nothing else."""
+        """``done`` that only looks and never makes lanes advance, so operations may call it too."""
         return self._issued.is_set() and (self.completion is None or self.completion.query())
 
     def wait(self) -> None:
         """Block the host until the bytes are there.
 
-        Use ``Device.wait`` where the race checker shall know of it.
+        Use ``Device.wait`` where the race checker must know of the wait.
 
         Raises:
-            OutcoreError: The operation, or one that it depended on, failed with it.
-            LaneError: It failed with anything else, which is the cause; its lane was closed first; or something that
-                it waits for makes no progress any more.
+            OutcoreError: The operation, or one that it depended on, failed with this error.
+            LaneError: It failed with any other error, which is the cause; or its lane was closed before its turn; or an
+                operation that it waits for stopped making progress.
         """
         self.wait_issued()
         if self._failure is not None:
@@ -192,10 +192,10 @@ class Handle:
             wait_for(self.completion)
 
     def wait_issued(self) -> None:
-        """Block the host until the work ran on its lane or failed; raises nothing that the work raised.
+        """Block the host until the work ran on its lane or failed. Does not raise the error of the work.
 
         Raises:
-            LaneError: Something that it waits for makes no progress any more.
+            LaneError: An operation that it waits for stopped making progress.
         """
         if self._issued.is_set():
             return
@@ -207,16 +207,16 @@ class Handle:
         self._lanes.wait_issued(self)
 
     def block(self, timeout_s: float | None = None) -> bool:
-        """Block until somebody else settles the handle; for implementations of ``Lanes``. Returns whether it is."""
+        """Block until another thread settles the handle; returns whether it is settled. For ``Lanes`` only."""
         return self._issued.wait(timeout_s)
 
     def finish(self, completion: Completion | None = None) -> None:
-        """Called once by whoever ran the work. It stays failed if it was given up before."""
+        """Settle the handle after its work ran; to be called once. A handle that was given up before stays failed."""
         self.completion = completion
         self._issued.set()
 
     def fail(self, failure: Failure) -> None:
-        """Called by whoever could not run the work, or gives it up."""
+        """Settle the handle of an operation that could not run, or that is given up."""
         self._failure = failure
         self._issued.set()
 
@@ -234,9 +234,9 @@ class Operation:
     work: Callable[[], object]
     dependencies: tuple[Handle, ...]
     nbytes: int
-    """What it declares to write: the bytes that a copy moves, or an update changes."""
+    """Bytes that it declares to write: those that a copy moves or an update changes."""
     is_due: Callable[[], bool] | None = None
-    """Asked when its turn comes; if not, it is over at once, without waiting for anything."""
+    """Called when the operation's turn comes. If false, the operation is over at once, without waiting."""
 
 
 class Pace(NamedTuple):
@@ -244,25 +244,25 @@ class Pace(NamedTuple):
 
     before_s: float = 0.0
     least_s: float = 0.0
-    """The work lasts so long, or longer if it does by itself."""
+    """The least time that the work takes; its own time if that is longer."""
     after_s: float = 0.0
 
 
 class Execution(Protocol):
-    """How a kind of device runs operations; shared by all its lanes, holds no device."""
+    """How a kind of device runs operations. All its lanes share it; it holds no reference to the device."""
 
     @property
     def stopwatch(self) -> Stopwatch:
-        """Times what it runs."""
+        """Clock for the operations that it runs."""
 
     def begin_thread(self, lane: Lane | None) -> None:
         """Set up the calling thread to serve ``lane``, or any lane if None."""
 
     def run(self, operation: Operation, pace: Pace, recorder: Recorder) -> Completion | None:
-        """Order behind the dependencies, which are issued, and run the work at a pace."""
+        """Order the operation behind its dependencies, all issued by now, and run its work at a pace."""
 
     def stream_name(self) -> str:
-        """The race checker's name of the stream on which compute works now."""
+        """Name, for the race checker, of the stream on which compute works now."""
 
     def drain(self) -> None:
         """Block the host until the device is idle."""
@@ -270,7 +270,7 @@ class Execution(Protocol):
 
 @final
 class HostExecution:
-    """Operations are over when their work returns."""
+    """Runs operations on the host: they are over when their work returns."""
 
     def __init__(self) -> None:
         self.stopwatch = HostStopwatch()
@@ -283,15 +283,15 @@ class HostExecution:
         run_on_host(operation, pace, recorder)
 
     def stream_name(self) -> str:
-        """There is one."""
+        """Name of the only stream."""
         return "compute"
 
     def drain(self) -> None:
-        """Nothing runs behind the host's back."""
+        """Nothing to wait for: the host itself does all work."""
 
 
 def pause(seconds: float) -> None:
-    """Sleep, or go on at once: a sleep of no length still gives the core away."""
+    """Sleep, or return at once if there is nothing to sleep: even a sleep of 0 s would yield the core."""
     if seconds > 0:
         time.sleep(seconds)
 
@@ -311,7 +311,7 @@ def run_on_host(operation: Operation, pace: Pace, recorder: Recorder) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What lanes need to serve operations."""
+    """What lanes need in order to run operations."""
 
     execution: Execution
     pace: Callable[[Operation], Pace]
@@ -320,7 +320,7 @@ class Service:
 
 
 def run_operation(operation: Operation, service: Service) -> None:
-    """Run one operation and settle its handle, whatever happens."""
+    """Run one operation and settle its handle, even if the work raises."""
     handle = operation.handle
     try:
         if operation.is_due is not None and not operation.is_due():
@@ -332,14 +332,14 @@ def run_operation(operation: Operation, service: Service) -> None:
                 handle.fail(dependency.failure)
                 return
         handle.finish(service.execution.run(operation, service.pace(operation), service.recorder))
-    except BaseException as error:  # a lane survives whatever its work raises; the handle carries it
+    except BaseException as error:  # a lane survives any error of its work; the handle carries it
         failure = Failure(error, handle.name, handle.lane)
         service.failures.add(failure)
         handle.fail(failure)
 
 
 def closed_failure(operation: str, lane: str) -> Failure:
-    """Why an operation that was still queued fails when its lane closes. Only who waits for it hears of it."""
+    """Failure of an operation that was still queued when its lane closed. Only a wait for the operation raises it."""
     error = LaneError(f"expected '{operation}' to run on lane {lane}, but the device was closed before its turn")
     return Failure(error, operation, lane)
 

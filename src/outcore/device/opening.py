@@ -1,4 +1,4 @@
-"""Which device: the only place that chooses an accelerator."""
+"""Choice of the device: the only module that chooses an accelerator."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def open_device(
     """Open a device and start its lanes.
 
     Args:
-        torch_device: Which one; None: the current CUDA or ROCm device, else the CPU.
-        faults: For tests.
+        torch_device: The device; None: the current CUDA or ROCm device if there is one, else the CPU.
+        faults: For tests: faults to inject.
         race_checker: For tests: checks every operation.
 
     Raises:
-        ConfigError: Not the name of a device.
-        UnsupportedError: No such device here, or a kind that outcore does not drive.
+        ConfigError: ``torch_device`` is not the name of a device.
+        UnsupportedError: There is no such device here, or outcore does not drive its kind.
     """
     try:
         wanted = usual_device() if torch_device is None else torch.device(torch_device)
@@ -54,7 +54,9 @@ def open_device(
 
 
 def device_of_rank(torch_device: torch.device | str | None) -> torch.device | str | None:
-    """The device of one of several ranks: what was asked for, or of several GPUs that of ``LOCAL_RANK``.
+    """Return the device of one of several ranks: by default, the GPU whose index is ``LOCAL_RANK``.
+
+    If there is no GPU, or if ``torch_device`` is not a GPU or has an index, it is returned as it is.
 
     Raises:
         ConfigError: There are fewer GPUs than ranks.
@@ -73,13 +75,13 @@ def device_of_rank(torch_device: torch.device | str | None) -> torch.device | st
 
 
 def backends(torch_device: torch.device | str | None) -> str:
-    """Of a process group for ranks with this device. Args: torch_device: As for ``open_device``."""
+    """Return the backends of a process group for ranks with this device. Args: torch_device: As for ``open_device``."""
     wanted = usual_device() if torch_device is None else torch.device(torch_device)
     return "gloo" if wanted.type == "cpu" or BACKEND == "gloo" else f"cpu:gloo,cuda:{BACKEND}"
 
 
 def reach_one_another() -> bool:
-    """Whether GPUs of this machine reach the memory of one another."""
+    """Whether GPUs of this machine can access each other's memory; looks at the first two."""
     return torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1)
 
 
@@ -89,7 +91,7 @@ def usual_device() -> torch.device:
 
 
 def device_name(torch_device: torch.device | str | None = None) -> str:
-    """What a device is called by who made it; of the CPU with the threads that compute on it.
+    """Return the manufacturer's name of a device, for the CPU with the number of threads that compute on it.
 
     Args:
         torch_device: As for ``open_device``.

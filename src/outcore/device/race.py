@@ -1,19 +1,20 @@
-"""The race checker: finds pairs of conflicting accesses that no wait orders, whatever the timing was.
+"""The race checker: finds pairs of conflicting accesses that no wait orders, whatever their timing was.
 
-Vector clocks over the actors host, compute (one per stream) and the lanes. Everything is decided from declarations at
-submission, so a run on the CPU, where compute is never late, finds the bugs of a GPU, where it always is. What orders
-two things:
+It keeps vector clocks over the actors: the host, compute (one per stream) and the lanes. It decides everything from
+declarations at submission. So a run on the CPU, where compute is never late, finds the bugs of a GPU, where compute
+always is late. The rules of order:
 
-- an operation begins after what the host knew when it submitted it, after the operation before it on its lane, and
-  after the handles in its ``after``; a stream of compute and the host themselves work in program order;
-- streams of compute are in no order among themselves but through handles, or where somebody else joined them
-  (``order``);
-- the host knows only what it waited for. So submission does not put an operation behind earlier compute: only a handle
-  of compute (``mark``) does.
+- An operation begins after everything that the host knew when it submitted the operation, after the previous operation
+  of its lane, and after the handles in its ``after``. The host and each stream of compute work in program order.
+- Handles order streams of compute among themselves, and so does ``order``, which reports that other code joined them.
+  Nothing else does.
+- The host knows only the operations that it waited for. So submission does not put an operation behind earlier compute:
+  only a handle of compute (``mark``) does.
 
-The log follows FastTrack (Flanagan and Freund, PLDI 2009): per byte range the last write and the reads since, one per
-actor at most. An access that happens after another makes the other redundant, since whatever is unordered with the
-earlier one is unordered with the later one too. Cost: O(log n + pieces touched) per access over n pieces of an arena.
+The log follows FastTrack (Flanagan and Freund, PLDI 2009). For each byte range it keeps the last write and the reads
+since, at most one per actor. An access makes each access that happened before it redundant: whatever is unordered with
+the earlier one is also unordered with the later one. Cost: O(log n + pieces touched) per access over n pieces of an
+arena.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Access(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What is remembered of a range of bytes."""
+    """The remembered accesses to a range of bytes."""
 
     write: _Access | None
     reads: tuple[_Access, ...]
@@ -53,7 +54,7 @@ _UNTOUCHED = _Piece(None, ())
 
 @final
 class _ArenaLog:
-    """An arena's bytes as consecutive pieces: piece i covers [starts[i], starts[i + 1]), the last one has no end."""
+    """An arena's bytes as consecutive pieces: piece i covers [starts[i], starts[i + 1]); the last one has no end."""
 
     def __init__(self) -> None:
         self._starts = [0]
@@ -72,13 +73,13 @@ class _ArenaLog:
             self._pieces[i] = _Piece(write, (*(r for r in reads if clock[r.actor] < r.tick), access))
 
     def add_write(self, region: Region, access: _Access) -> None:
-        """Remember a write; everything before it is covered by it."""
+        """Remember a write, which makes all earlier accesses redundant."""
         first, end = self._cut(region)
         self._starts[first:end] = [region.start]
         self._pieces[first:end] = [_Piece(access, ())]
 
     def _cut(self, region: Region) -> tuple[int, int]:
-        """Make pieces begin at both ends of ``region``; returns the range of indices between."""
+        """Make pieces begin at both ends of ``region``; return the range of indices between them."""
         first = self._cut_at(region.start)
         return first, self._cut_at(region.stop)
 
@@ -95,9 +96,9 @@ class _ArenaLog:
 
 @final
 class RaceChecker:
-    """Checks what one device is told. Owns the clocks of all actors and a log per arena.
+    """Checks the accesses declared to one device. Owns the clocks of all actors and a log per arena.
 
-    Memory: per arena one entry per distinct range that is in use, whatever the number of operations.
+    Memory: one entry per arena and distinct range in use, whatever the number of operations.
     """
 
     def __init__(self) -> None:
@@ -114,7 +115,7 @@ class RaceChecker:
 
     @property
     def num_pieces(self) -> int:
-        """Size of the log over all arenas."""
+        """Pieces in the logs of all arenas."""
         return sum(len(log) for log in self._logs.values())
 
     def act(
@@ -129,17 +130,17 @@ class RaceChecker:
         """Declare an operation of a lane or of compute, or an access of the host, and check it.
 
         Args:
-            actor: A lane's value, ``host``, ``compute``, or a name that begins so for another stream of it.
-            name: Stands in the error.
+            actor: A lane's value, ``host``, ``compute``, or a name that begins with ``compute`` for another stream.
+            name: Name for errors.
             reads: Bytes read.
             writes: Bytes written; may overlap ``reads``.
             after: Clocks of the handles that come first.
 
         Returns:
-            The clock of its handle.
+            The clock for the operation's handle.
 
         Raises:
-            RaceError: An earlier access conflicts and is not ordered before. Nothing is remembered of this operation.
+            RaceError: An earlier access conflicts and is not ordered before. This operation is then not remembered.
         """
         me = self._number(actor)
         reads = [region for region in reads if region.stop > region.start]
@@ -162,25 +163,25 @@ class RaceChecker:
         return clock
 
     def mark(self, stream: str = COMPUTE) -> Clock:
-        """The clock of a point behind everything that a stream of compute was given so far."""
+        """Return the clock of a point behind all work that a stream of compute was given so far."""
         with self._lock:
             me = self._number(stream)
             clock = self._clocks[me] = self._joined(me, ())
         return clock
 
     def order(self, later: str, earlier: str) -> None:
-        """One stream of compute was put behind another by somebody else: autograd, or the user's ``wait_stream``."""
+        """Take note that autograd, or the user's ``wait_stream``, put one stream of compute behind another."""
         with self._lock:
             me, other = self._number(later), self._number(earlier)
             self._clocks[me] = self._joined(me, (self._clocks[other],))
 
     def wait(self, clocks: Iterable[Clock]) -> None:
-        """The host waited for handles with these clocks."""
+        """Take note that the host waited for handles with these clocks."""
         with self._lock:
             self._clocks[_INDEX[HOST]] = self._joined(_INDEX[HOST], clocks)
 
     def synchronize(self) -> None:
-        """The host waited for everything: whatever comes is ordered behind all that was."""
+        """Take note that the host waited for everything: all later accesses are ordered behind all earlier ones."""
         with self._lock:
             self.wait(tuple(self._clocks))
             self._logs.clear()
@@ -196,7 +197,7 @@ class RaceChecker:
     def _joined(self, actor: int, clocks: Iterable[Clock]) -> Clock:
         joined = self._clocks[actor]
         for clock in (self._clocks[_INDEX[HOST]], *clocks):
-            if clock and clock is not joined:  # one from before a stream was seen first is shorter
+            if clock and clock is not joined:  # a clock is shorter if it is older than the first use of a stream
                 joined = (*map(max, joined, clock), *joined[len(clock) :])
         return joined
 

@@ -1,7 +1,7 @@
-"""The recorder: what compute waited for, always; and when every operation began and ended, if asked for.
+"""The recorder: always the seconds that compute waited; on request, the start and end of every operation.
 
 Operations on the host are timed by the host's clock around their work. Work of a device, and waits of its compute, are
-timed by events on the stream, which are turned into seconds later, when they are over.
+timed by events on the stream. Events become seconds later, when they are over.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ MAX_SPANS = 2**16  # some 20 MB; 40 steps of 100 units
 
 
 class Moment(Protocol):
-    """A point on a device's stream that is timed."""
+    """A timed point on a device's stream."""
 
     def is_over(self) -> bool:
-        """Whether the device got there."""
+        """Whether the device has reached the point."""
 
     def seconds(self) -> float:
-        """When, on the host's clock. Blocks until it is over."""
+        """Time of the point in seconds, on the host's clock. Blocks until the device has reached it."""
 
     def since(self, earlier: Self) -> float:
         """Seconds from another moment to this one. Both are over."""
 
 
 class Stopwatch(Protocol):
-    """What time it is for the work that the calling thread gives to a device."""
+    """The clock for work that the calling thread gives to a device."""
 
     def start(self) -> None:
-        """A recording begins."""
+        """Prepare for a recording that begins now."""
 
     def tick(self) -> None:
-        """A step begins."""
+        """Take note that a step begins."""
 
     def now(self) -> float | Moment:
-        """The moment that the calling thread, or its current stream, has come to."""
+        """Return the current moment of the calling thread, or of its current stream."""
 
 
 @final
 class HostStopwatch:
-    """Work is done when the calling thread comes back from it."""
+    """The host's clock: work is over when the calling thread returns from it."""
 
     def start(self) -> None:
         """Nothing to set up."""
 
     def tick(self) -> None:
-        """Nothing drifts."""
+        """Nothing to do: the host's clock does not drift against itself."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Seconds, by ``time.perf_counter``."""
         return time.perf_counter()
 
 
@@ -67,17 +67,17 @@ class _Entry(NamedTuple):
 
 
 class _Log:
-    """Entries as they come, from any thread; once over, as spans."""
+    """Takes entries from any thread, and turns those that are over into spans."""
 
     def __init__(self) -> None:
         self._entries: deque[_Entry] = deque(maxlen=MAX_SPANS)
-        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)  # of the thread that settles alone
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)  # only the thread that calls `settle` changes these
 
     def add(self, entry: _Entry) -> None:
         self._entries.append(entry)
 
     def settle(self, oldest_s: float) -> None:
-        """Turn what is over into spans, from the oldest on, and forget those that ended before ``oldest_s``."""
+        """Turn entries that are over into spans, oldest first, and forget spans that ended before ``oldest_s``."""
         for _ in range(len(self._entries)):
             if not _is_over(self._entries[0].end):
                 break
@@ -86,13 +86,13 @@ class _Log:
             self._spans.popleft()
 
     def spans(self) -> tuple[Span, ...]:
-        """In the order of their starts, those around others first."""
+        """All spans by start; a span that encloses others comes before them."""
         found = [*self._spans, *map(_span, tuple(self._entries))]
         return tuple(sorted(found, key=lambda span: (span.start_s, -span.end_s)))
 
 
 class _Sums:
-    """Seconds by name, added up as they are over. Of the thread that computes alone."""
+    """Sums of seconds by name, added up once the moments are over. Only for the thread that computes."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(LANES, 0.0)
@@ -117,9 +117,9 @@ class _Sums:
 
 @final
 class Recorder:
-    """Adds up what compute waits for and, while it is on, keeps what happened in the last steps.
+    """Adds up the seconds that compute waits and, while it is on, keeps the operations of the last steps.
 
-    Entries may be added from any thread; waits and phases come from the one that computes.
+    Any thread may add entries; only the thread that computes adds waits and phases.
 
     Memory: host, a few hundred bytes per operation of the last steps, 2**16 operations at most.
     """
@@ -137,7 +137,7 @@ class Recorder:
         """Forget everything and begin to record.
 
         Args:
-            num_steps: Older steps are forgotten while new ones come.
+            num_steps: Number of steps to keep; older ones are forgotten as new ones come.
         """
         self._spans, self._waits = _Log(), _Log()
         self._steps.clear()
@@ -146,27 +146,27 @@ class Recorder:
         self.is_on = True
 
     def stop(self) -> None:
-        """Record no more; what there is stays."""
+        """Stop recording; recorded entries stay."""
         self.is_on = False
 
     def now(self) -> float | Moment:
-        """The moment that compute, or the calling lane, has come to."""
+        """Return the current moment of compute, or of the calling lane."""
         return self._stopwatch.now()
 
     def add(self, lane: str, name: str, start: float | Moment, end: float | Moment, nbytes: int = 0) -> None:
-        """Something ran on a lane, or on compute."""
+        """Record an operation of a lane or of compute, if operations are kept."""
         if self.is_on:
             self._spans.add(_Entry(lane, name, start, end, nbytes))
 
     def add_wait(self, lane: str, name: str, start: float | Moment, end: float | Moment) -> None:
-        """Compute waited for an operation."""
+        """Count seconds for which compute waited for an operation."""
         self._sums.add(lane, start, end)
         if self.is_on:
             self._waits.add(_Entry(lane, name, start, end, 0))
 
     @contextmanager
     def waiting(self, lane: str, name: str) -> Iterator[None]:
-        """Time what compute waits for inside."""
+        """Time the block as a wait of compute for an operation."""
         start = self._stopwatch.now()
         try:
             yield
@@ -174,24 +174,24 @@ class Recorder:
             self.add_wait(lane, name, start, self._stopwatch.now())
 
     def add_phase(self, name: str, start: float | Moment, end: float | Moment) -> None:
-        """Compute went through a forward or a backward of the model, or a ``step()``."""
+        """Record a phase of compute: a forward or a backward of the model, or a ``step()``."""
         self._sums.add(COMPUTE, start, end)
         self.add(COMPUTE, name, start, end)
 
     def exposed_s(self) -> dict[str, float]:
-        """Lane -> seconds that compute has waited for it since the device was opened, as far as they are over.
+        """Seconds that compute has waited for each lane since the device was opened.
 
-        Does not block: on an accelerator they lag behind by what it was given and has not done.
+        Does not block: on an accelerator, the sums lack the work that it has not done yet.
         """
         return {lane: seconds for lane, seconds in self._sums.seconds().items() if lane != COMPUTE}
 
     def phases_s(self) -> float:
-        """Seconds of all phases since the device was opened, as ``exposed_s``. What they waited is among them."""
+        """Seconds of all phases since the device was opened, waits included. Lags behind like ``exposed_s``."""
         return self._sums.seconds()[COMPUTE]
 
     @contextmanager
     def compute(self, name: str) -> Iterator[None]:
-        """Time what compute is given inside, if operations are kept."""
+        """Time the work that compute is given inside the block, if operations are kept."""
         if not self.is_on:
             yield
             return
@@ -203,7 +203,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around ``step()``: with it one step ends and the next one begins."""
+        """Enclose ``step()``, which separates one step from the next in the recording."""
         if self.is_on:
             self._forget()
         start = self._stopwatch.now()
@@ -222,7 +222,7 @@ class Recorder:
             log.settle(oldest_s)
 
     def timeline(self) -> Timeline:
-        """What was recorded. Blocks until recorded work of the device is over."""
+        """Return the recording. Blocks until recorded work of the device is over."""
         return Timeline(self._spans.spans(), self._waits.spans())
 
 

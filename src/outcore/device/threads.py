@@ -1,16 +1,16 @@
-"""Threads with one ATen thread each, made without touching the count of any other thread; and the end of the process.
+"""Threads with one ATen thread each, which leave the count of every other thread alone; and the end of the process.
 
-[Note: ATen's thread count] ``torch.set_num_threads`` sets the count of the calling thread and a default of the process.
-A thread takes the default over the first time that it asks for its count or runs a parallel kernel, even if it set a
-count of its own before. The count changes the bits of sums, so neither the main thread's count nor the default may
-change: a new thread first takes the default over and then sets one, and at last a thread that dies at once sets the
-default again.
+[Note: ATen's thread count] ``torch.set_num_threads`` sets the count of the calling thread and a default for the
+process. A thread adopts the default when it first asks for its count or runs a parallel kernel, even if it set its own
+count before. The count changes the bits of sums, so neither the main thread's count nor the default may change.
+Therefore a new thread first adopts the default and then sets its own count, and finally a short-lived thread sets the
+default back.
 
-[Note: threads at the end] Once Python shuts down, a thread that asks for the interpreter lock is unwound. If it comes
-out of a kernel, it is unwound through C++ code, which aborts the process. So no thread may be in a kernel by then:
-models are closed, which stops updates at their next block, and copies are waited for. Whoever has no patience for that
-and presses Ctrl-C gets the end at once, as by a program that handles no signals. A thread that has left the interpreter
-for good, such as one behind a dead drive, ends with the process in any case.
+[Note: threads at the end] Once Python shuts down, a thread that asks for the interpreter lock is unwound. If it returns
+from a kernel, it is unwound through C++ code, which aborts the process. So no thread may be in a kernel by then: models
+are closed, which stops updates at their next block, and copies are waited for. A Ctrl-C during this time ends the
+process at once, as it ends a program that handles no signals. A thread that never returns to the interpreter, such as
+one that waits for a dead drive, ends with the process in any case.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-_LOCK = threading.Lock()  # two callers at once would take each other's one for the default
+_LOCK = threading.Lock()  # of two callers at once, one could take the count that the other sets for the default
 _STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -37,11 +37,11 @@ def start_threads(bodies: Mapping[str, Callable[[], None]], *, aten_threads: int
     """Start a daemon thread per body; returns when all of them have begun.
 
     Args:
-        bodies: Name of the thread -> what it runs.
-        aten_threads: Of each.
+        bodies: Name of the thread -> its function.
+        aten_threads: Number of ATen threads of each.
     """
     with _LOCK, ThreadPoolExecutor(max_workers=1) as other:
-        torch.get_num_threads()  # the calling thread takes the default over before it changes for a moment
+        torch.get_num_threads()  # the calling thread adopts the default before the default changes for a moment
         default = other.submit(torch.get_num_threads).result()
         ready = threading.Barrier(len(bodies) + 1)
         threads = tuple(
@@ -54,7 +54,7 @@ def start_threads(bodies: Mapping[str, Callable[[], None]], *, aten_threads: int
                 thread.start()
             ready.wait()
         except BaseException:
-            ready.abort()  # those that did start end, instead of waiting for the rest
+            ready.abort()  # threads that did start now end, instead of waiting for the rest
             raise
         finally:
             other.submit(torch.set_num_threads, default).result()
@@ -62,10 +62,10 @@ def start_threads(bodies: Mapping[str, Callable[[], None]], *, aten_threads: int
 
 
 def join_started(timeout_s: float) -> None:
-    """Wait for all threads that were ever started here to end; they were told to.
+    """Wait until all threads ever started here have ended. They must have been told to end.
 
     Args:
-        timeout_s: For all of them together.
+        timeout_s: Timeout for all of them together.
     """
     deadline_s = time.monotonic() + timeout_s
     for thread in tuple(_STARTED):
@@ -74,7 +74,7 @@ def join_started(timeout_s: float) -> None:
 
 
 def _begin(body: Callable[[], None], ready: threading.Barrier, aten_threads: int) -> None:
-    torch.get_num_threads()  # or the first parallel kernel would bring the default back
+    torch.get_num_threads()  # adopts the default: else the first parallel kernel would do so later
     torch.set_num_threads(aten_threads)
     try:
         ready.wait()
@@ -90,14 +90,14 @@ _WAIT_S = 5.0  # longer than any one kernel or copy
 
 class _Closable(Protocol):
     def close(self) -> None:
-        """Idempotent; whatever interrupts it, files are removed and threads told to end."""
+        """Close. Idempotent. Removes files and tells threads to end even if it is interrupted."""
 
 
 _open: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def close_at_exit(something: _Closable) -> None:
-    """Close it when the process ends, if it still exists and was not closed before."""
+    """Close an object at the end of the process, if it still exists then. Holds a weak reference."""
     _open.add(something)
 
 
@@ -105,7 +105,7 @@ def close_at_exit(something: _Closable) -> None:
 def _end() -> None:
     """See [Note: threads at the end]."""
     try:
-        with ExitStack() as closing:  # the rest even if one is interrupted
+        with ExitStack() as closing:  # if one is interrupted, the others still close
             for something in tuple(_open):
                 closing.callback(something.close)
         join_started(_WAIT_S)
@@ -114,7 +114,7 @@ def _end() -> None:
 
 
 def _forget_the_parents() -> None:
-    """A forked child has none of its threads, and may open something of its own."""
+    """Forget the parent's objects and threads: a forked child has none of the threads, and may open its own objects."""
     _open.clear()
     _STARTED.clear()
 

@@ -1,1 +1,1 @@
-"""outcore inside other libraries' training loops."""
+"""Runs outcore inside the training loops of other libraries."""

@@ -1,7 +1,7 @@
-"""What a Trainer's checkpoint must hold, so that the resumed run is the run that was not interrupted.
+"""The parts of a Trainer's checkpoint, so that a resumed run equals the run without the interruption.
 
-The plain Trainer begins states and schedule anew without a word if either is missing. Ours has a manifest, is there as
-a whole or not at all, and holds small state as JSON and tensors; those of plain Trainers are read as they are.
+If states or schedule are missing, the plain Trainer silently starts them anew. Our checkpoints have a manifest, exist
+as a whole or not at all, and hold small state as JSON and tensors. Those of plain Trainers are read as they are.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ RANDOM_STATE, _SCHEDULE = "rng_state", "scheduler"  # stems of files
 _PLAIN_RANDOM_STATE = "rng_state.pth"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _checked: set[tuple[str, int, int]] = set()
-"""Manifests whose files were all read and found right in this process."""
+"""Manifests whose files this process has all read and found intact."""
 
 
 def rotate(folder: Path, limit: int | None, protected: set[Path]) -> None:
-    """Remove the oldest checkpoints, as the Trainer does, so that so many are there; each as a whole."""
+    """Remove the oldest checkpoints down to a limit, as the Trainer does. Each is removed as a whole."""
     if limit is None or limit <= 0:
         return
     found = [path for path in folder.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
@@ -46,14 +46,14 @@ def _age(path: Path) -> tuple[float, int]:
 
 
 def newest_to_resume(folder: Path, holding: ExitStack) -> Path | None:
-    """The newest checkpoint that is as it was saved, or of a plain Trainer. Of damaged ones it is said.
+    """Return the newest checkpoint that is intact, or of a plain Trainer; None if there is none. Warns of damage.
 
     Args:
-        folder: Of checkpoints.
-        holding: Nobody removes it until this is closed.
+        folder: Folder of the checkpoints.
+        holding: Protects the checkpoint from removal until this is closed.
 
     Raises:
-        ConfigError: All are damaged.
+        ConfigError: All checkpoints are damaged.
     """
 
     def there() -> list[Path]:
@@ -71,10 +71,10 @@ def _refuse_stateless(checkpoint: Path) -> None:
 
 
 def refuse_damaged(checkpoint: Path) -> None:
-    """Compare a checkpoint with its manifest, once; older ones and those of plain Trainers have none.
+    """Compare a checkpoint with its manifest, once. Old checkpoints and those of plain Trainers have none.
 
     Raises:
-        ConfigError: It is not as it was saved.
+        ConfigError: The checkpoint is damaged.
     """
     manifest = checkpoint / MANIFEST_NAME
     if not manifest.is_file():
@@ -90,7 +90,7 @@ def refuse_incomplete(checkpoint: str) -> None:
     """Refuse to resume from a part of a checkpoint, or from parts of several.
 
     Raises:
-        ConfigError: Naming what is missing, or which steps the parts are of.
+        ConfigError: Parts are missing or of different steps. The error names them.
     """
     folder = Path(checkpoint)
     refuse_damaged(folder)
@@ -108,7 +108,7 @@ def refuse_incomplete(checkpoint: str) -> None:
             "resume_from_checkpoint out"
         )
     _refuse_mixed(folder)
-    saved = {f"{RANDOM_STATE}.json", *(path.name for path in folder.glob(f"{RANDOM_STATE}*.pth"))}  # of a plain rank
+    saved = {f"{RANDOM_STATE}.json", *(path.name for path in folder.glob(f"{RANDOM_STATE}*.pth"))}  # of plain ranks
     if not any((folder / name).is_file() for name in saved):
         warnings.warn(
             f"resume_from_checkpoint: '{checkpoint}' has no {_PLAIN_RANDOM_STATE}, so dropout and the like go on with "
@@ -118,7 +118,7 @@ def refuse_incomplete(checkpoint: str) -> None:
 
 
 def save_schedule(schedule: Mapping[str, Any], folder: Path) -> None:
-    """Without pickle, but for one of the user's own whose state only pickle can hold. Raises: OSError."""
+    """Save a schedule without pickle, unless it is the user's own and only pickle can hold it. Raises: OSError."""
     try:
         write_small(folder, _SCHEDULE, schedule)
     except ConfigError:
@@ -126,14 +126,14 @@ def save_schedule(schedule: Mapping[str, Any], folder: Path) -> None:
 
 
 def saved_schedule(folder: Path) -> Any:
-    """What ``save_schedule`` was given, or the plain Trainer's."""
+    """Read the schedule that ``save_schedule`` wrote, or that of a plain Trainer."""
     if (folder / f"{_SCHEDULE}.json").is_file():
         return read_small(folder, _SCHEDULE)
     return torch.load(folder / SCHEDULER_NAME, weights_only=True)
 
 
 def _refuse_mixed(folder: Path) -> None:
-    """Where a manifest does not say it. Those of plain Trainers do not say of which step their states are."""
+    """Refuse parts of different steps, for want of a manifest. States of a plain Trainer do not tell their step."""
     if not has_states(folder):
         return
     step = step_of_states(folder)

@@ -14,22 +14,22 @@ from outcore.optim.joined import Joined
 from outcore.planning.units.blocks import output_embeddings
 
 _DEFAULTS = {"adjust_lr_fn": "match_rms_adamw"}
-"""With which a learning rate of AdamW's does for both."""
+"""Default of Muon with which a learning rate for AdamW suits both."""
 _WORDS = {"true": True, "false": False}
 
 
 @final
 class MuonBesideAdamW(Joined):
-    """As Muon's documentation asks: embeddings, heads and what is no matrix belong to another optimizer."""
+    """Muon and AdamW as one. As Muon's documentation asks, embeddings, heads and all but matrices go to the other."""
 
     def __init__(self, params: Any, *, within: nn.Module | None, muon: Mapping[str, Any], **adamw: Any) -> None:
-        """Divide parameters.
+        """Divide the parameters.
 
         Args:
             params: As for any optimizer.
-            within: Model that has them; None: Muon takes all matrices.
-            muon: Settings of Muon, which go over those of groups.
-            **adamw: Settings of AdamW; ``lr`` is Muon's, too, unless it has its own.
+            within: The model that has them; None: Muon takes all matrices.
+            muon: Settings of Muon, which override those of param groups.
+            **adamw: Settings of AdamW. Its ``lr`` is also Muon's unless ``muon`` has one.
 
         Raises:
             ConfigError: There is no matrix to train.
@@ -60,7 +60,7 @@ def _with_params(
 
 
 def _matrices_of_blocks(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Weights of layers in lists of modules, embeddings and heads left out."""
+    """Yield weight matrices of layers in lists of modules, without embeddings and heads."""
     apart = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     others = {id(p) for m in (*apart, *output_embeddings(model)) for p in m.parameters()}
     layers = {m: None for each in model.modules() if isinstance(each, nn.ModuleList) for m in each.modules()}
@@ -71,10 +71,10 @@ def _matrices_of_blocks(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def settings_of_muon(text: str | None) -> dict[str, Any]:
-    """Read ``optim_args``: ``momentum=0.9,ns_steps=6``; numbers of ``ns_coefficients`` have a colon between them.
+    """Read ``optim_args``, such as ``momentum=0.9,ns_steps=6``. Colons separate the numbers of ``ns_coefficients``.
 
     Raises:
-        UnsupportedError: They are not settings of ``torch.optim.Muon``.
+        UnsupportedError: These are not settings of ``torch.optim.Muon``.
     """
     known = {p.name: p.default for p in inspect.signature(torch.optim.Muon).parameters.values() if p.name != "params"}
     read = {}

@@ -1,7 +1,7 @@
-"""The optimizers that training arguments name, as what can be taken apart.
+"""Makes the optimizers that training arguments name, with updates that can be streamed.
 
-Names of bitsandbytes are its storage (8 bits by blocks, embeddings in fp32) under torch's update; what they page is
-placed by the plan here. ``muon`` is a name of ours: Transformers has none for it.
+Names of bitsandbytes mean its storage (8 bits in blocks, embeddings in fp32) with torch's update. Where bitsandbytes
+would page, the plan decides. ``muon`` is a name of our own, since Transformers has none for it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class AdafactorOfTransformers(Rule):
     cost = 10.0
 
     def __init__(self, params: Any, lr: float | Tensor = 1e-3, weight_decay: float = 0.0) -> None:
-        """Args: params: As for any optimizer. lr: Not relative. weight_decay: Decoupled."""
+        """Args: params: As for any optimizer. lr: The absolute rate. weight_decay: Decoupled decay."""
         settings = {"eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **settings})
 
     def states(self, shape: tuple[int, ...], settings: Mapping[str, Any]) -> Mapping[str, State]:
-        """Of a matrix, means of rows and columns."""
+        """Return the states: means of rows and columns for a matrix, else one mean per element."""
         if len(shape) < 2:
             return {"exp_avg_sq": State(dtype=torch.float32)}
         row, col = shape[:-1], (*shape[:-2], shape[-1])
@@ -42,7 +42,7 @@ class AdafactorOfTransformers(Rule):
     def update(
         self, weight: Tensor, grad: Tensor, states: Mapping[str, Tensor], step: int, settings: Mapping[str, Any]
     ) -> None:
-        """One step."""
+        """Make one step of a parameter."""
         grad, value, lr = grad.float(), weight.float(), settings["lr"]
         beta = 1.0 - math.pow(step, settings["decay_rate"])
         update = grad**2 + settings["eps"][0]
@@ -69,7 +69,7 @@ def _rows_and_columns(row: tuple[int, ...], col: tuple[int, ...]) -> Iterable[tu
 
 
 MUON = "muon"
-"""Not a name of Transformers, whose arguments refuse it: set it when they are made."""
+"""No name of Transformers: its training arguments refuse it, so set it once they are made."""
 
 
 class _Named(NamedTuple):
@@ -98,20 +98,20 @@ _NAMED = {
     MUON: _Named(MuonBesideAdamW, options={"fused": True}),
 }
 _WITH_ARGS = ("sgd", "adagrad", "rmsprop")
-"""Those with which Transformers uses ``optim_args``."""
+"""Names for which Transformers uses ``optim_args``."""
 OPTIMIZERS = tuple(_NAMED)
 """Names of ``TrainingArguments.optim`` with a streamed update, and ``MUON``."""
 
 
 def optimizer_for(args: Any, model: nn.Module | None = None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Class and keyword arguments of the optimizer that training arguments name; as ``Trainer`` has them, or equal.
+    """Return class and keyword arguments of the named optimizer: the ``Trainer``'s, or equivalent ones.
 
     Args:
-        args: With one of ``OPTIMIZERS`` as ``optim``.
-        model: Its embeddings keep states in fp32, as with bitsandbytes.
+        args: Training arguments with one of ``OPTIMIZERS`` as ``optim``.
+        model: The model. Its embeddings keep states in fp32, as with bitsandbytes.
 
     Raises:
-        UnsupportedError: ``optim_args`` for an optimizer with which Transformers does not use them, or wrong ones.
+        UnsupportedError: ``optim_args`` are wrong, or Transformers does not use them for this optimizer.
     """
     name = getattr(args.optim, "value", args.optim)
     if name in _WITH_ARGS:
@@ -145,16 +145,16 @@ def _for_model(
 
 
 def _of_trainer(args: Any, model: nn.Module | None) -> tuple[Any, Any]:
-    from transformers import Trainer  # whose import takes a second, which a plan need not wait for
+    from transformers import Trainer  # here: its import takes a second, which a plan need not wait for
 
     return Trainer.get_optimizer_cls_and_kwargs(args, model)
 
 
 def optimizer_named(name: str, model: nn.Module, master_format: str = "fp32") -> torch.optim.Optimizer:
-    """To see what it keeps for each parameter.
+    """Build an optimizer, to see what it keeps for each parameter.
 
     Raises:
-        ConfigError: Another name.
+        ConfigError: The name is not one of ``OPTIMIZERS``.
     """
     if name not in OPTIMIZERS:
         raise ConfigError(f"--optim: expected one of {', '.join(OPTIMIZERS)}, but got '{name}'")
@@ -167,14 +167,14 @@ def optimizer_named(name: str, model: nn.Module, master_format: str = "fp32") ->
 
 
 def optimizer_or_other(args: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
-    """The same for any name, as the Trainer asks for it."""
+    """``optimizer_for`` for any name; the Trainer calls this."""
     is_ours = getattr(args.optim, "value", args.optim) in OPTIMIZERS
     return optimizer_for(args, model) if is_ours else _of_trainer(args, model)
 
 
 @functools.cache
 def _stored(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The optimizer, with a format of states in its groups."""
+    """Return the optimizer class with a state format in its param groups."""
 
     class Stored(kind):  # type: ignore[misc, valid-type]
         def __init__(self, params: Any, *, state_format: StateFormat, apart: frozenset[int], **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a Trainer can be asked for that cannot work on streamed weights: refused by name before anything is moved."""
+"""Refuses settings of a Trainer that cannot work with streamed weights, by name, before anything is moved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
     """Refuse training arguments.
 
     Raises:
-        UnsupportedError: Naming the first argument that is set and should not be.
+        UnsupportedError: An argument is set that should not be. The error names the first one.
     """
     for name, remedy in _ARGUMENTS.items():
         value = getattr(args, name, None)
@@ -46,10 +46,10 @@ def refuse_arguments(args: TrainingArguments) -> None:
 
 
 def refuse_unranked(args: TrainingArguments) -> None:
-    """Refuse what ranks that train together cannot have.
+    """Refuse arguments that do not work with several ranks.
 
     Raises:
-        UnsupportedError: Naming it.
+        UnsupportedError: There is such an argument. The error names it.
     """
     if args.world_size == 1:
         return
@@ -70,7 +70,7 @@ def refuse_unranked(args: TrainingArguments) -> None:
 
 
 def refuse_optimizer(args: TrainingArguments) -> None:
-    """Refuse the name of an optimizer, or its arguments, before a package is looked for that would not help.
+    """Refuse an optimizer's name or arguments, before anything looks for its package, which would not help.
 
     Raises:
         UnsupportedError: There is no streamed update for it, or its arguments would be ignored.
@@ -89,7 +89,7 @@ def refuse_unscaled(precision: str | None, args: TrainingArguments | None) -> No
     """Refuse fp16 weights without a scaler for their gradients.
 
     Raises:
-        UnsupportedError: It is so.
+        UnsupportedError: The weights are fp16, and the training arguments lack ``fp16=True``.
     """
     if precision == "fp16" and not getattr(args, "fp16", False):
         raise UnsupportedError(
@@ -99,11 +99,11 @@ def refuse_unscaled(precision: str | None, args: TrainingArguments | None) -> No
 
 
 def refuse_pieces(args: TrainingArguments, count: int | None) -> None:
-    """Refuse batches that cannot be cut along their rows. Args: count: Pieces in which units run one.
+    """Refuse batches that cannot be cut into pieces by rows. Args: count: Pieces in which units run a batch.
 
     Raises:
-        ConfigError: Fewer rows than pieces.
-        UnsupportedError: Rows that TRL puts behind one another, without padding.
+        ConfigError: There are fewer rows than pieces.
+        UnsupportedError: TRL joins rows end to end, without padding.
     """
     if count is None or count == 1:
         return
@@ -123,10 +123,11 @@ def refuse_pieces(args: TrainingArguments, count: int | None) -> None:
 
 
 def refuse_accelerator(accelerator: Accelerator) -> None:
-    """Refuse what a launcher or the environment asked Accelerate for, past the training arguments.
+    """Refuse settings that Accelerate gets from a launcher or the environment instead of the training arguments.
 
     Raises:
-        UnsupportedError: A plugin, ranks that Accelerate does not see, or a mixed precision other than bf16.
+        UnsupportedError: A plugin, ranks that Accelerate does not see, compilation, or a mixed precision other than
+            bf16 (or fp16 with a gradient scaler).
     """
     kind = accelerator.distributed_type
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
@@ -159,11 +160,11 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
 
 
 def refuse_model(model: nn.Module, *, has_scaler: bool) -> None:
-    """Refuse a model whose weights are not all its own, in memory or on the meta device.
+    """Refuse a model with weights that cannot be streamed.
 
     Raises:
-        UnsupportedError: Quantized by another library, to be trained in fp16 without a scaler, or spread over devices
-            by a device map.
+        UnsupportedError: The model is quantized by a library other than bitsandbytes and torchao, has fp16 weights to
+            train without a scaler, or is spread over devices by a device map.
     """
     what = type(model).__name__
     method = getattr(model, "quantization_method", None)

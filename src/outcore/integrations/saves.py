@@ -1,10 +1,11 @@
-"""A Trainer's checkpoints, written while it goes on.
+"""Writes a Trainer's checkpoints while training goes on.
 
-[Note: a Trainer's saves] The Trainer writes its small files at once, into a hidden folder; weights and states follow on
-the save lane, and the commit behind them. So what the Trainer does with a whole checkpoint waits for that: old ones are
-removed on the lane, uploads and ``on_save`` come with the next step that finds it durable, with the state of the
-checkpoint's step. Nothing waits longer than to the next save or the end of training. A save that failed is raised by
-the next step, the next save or the end of training, whichever comes first. A Ctrl-C gives up the one that is under way.
+[Note: a Trainer's saves] The Trainer writes its small files at once, into a hidden folder. Weights and states follow on
+the save lane, and then the commit. So all that the Trainer does with a whole checkpoint waits for the commit. Old
+checkpoints are removed on the lane. Uploads and ``on_save`` come with the next step that finds the checkpoint durable,
+with the state of the checkpoint's step. Nothing waits longer than until the next save or the end of training. The error
+of a failed save is raised by the next step, the next save or the end of training, whichever comes first. A Ctrl-C gives
+up the save that is under way.
 """
 
 from __future__ import annotations
@@ -33,53 +34,53 @@ from outcore.spec.checkpoint import Block, Manifest
 
 
 class EndedAtOnceError(SystemExit):
-    """Ends a run that waits for nothing, as a Ctrl-C does. Before any other exit a save is ended."""
+    """Ends a run without waiting for its save, as a Ctrl-C does. Other exits let the save finish first."""
 
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A checkpoint that nobody was told of yet."""
+    """A checkpoint that is not reported yet."""
 
     save: Save
     state: TrainerState
-    """Of its step."""
+    """The Trainer's state at the checkpoint's step."""
     best_before: str | None
     held_s: float
-    """So long training stood still for it."""
+    """Seconds for which training stood still."""
     is_owed: bool = False
-    """Whether callbacks are to hear of it."""
+    """Whether callbacks must still be told."""
 
 
 @final
 class TrainerSaves:
-    """Of one Trainer, one at a time. See [Note: a Trainer's saves]."""
+    """The saves of one Trainer, one at a time. See [Note: a Trainer's saves]."""
 
     def __init__(self, trainer: Trainer, on_durable: Callable[[Save, TrainerState, float], None]) -> None:
-        """Args: on_durable: Called before callbacks hear of a checkpoint; see ``OutcoreMixin._outcore_saved``."""
+        """Args: on_durable: Called before callbacks are told of a checkpoint; see ``OutcoreMixin._outcore_saved``."""
         self.aside: Path | None = None
-        """Where the Trainer writes its small files now."""
+        """Folder in which the Trainer writes its small files now; None outside of a save."""
         self.before_commit: Callable[[], None] = lambda: None
-        """On the save lane; with several ranks on that of rank 0."""
+        """Called on the save lane before the commit; with several ranks, on rank 0 only."""
         self.random: dict[str, Any] = {}
-        """What ranks have of their own, for the checkpoint that is begun: random generators, and buffers."""
+        """Random generators and buffers that ranks have of their own, for the checkpoint that is being made."""
         self._trainer, self._on_durable = trainer, on_durable
         self._under_way: _UnderWay | None = None
         self._inner = Path()
         self._files: LibraryFiles | None = None
 
     def files(self, folder: str) -> LibraryFiles | None:
-        """Where weights and states go that the Trainer would save there; None: there. It may save elsewhere, too."""
+        """Return the files that take weights and states in place of ``folder``; None: save to ``folder`` itself."""
         return self._files if Path(folder) == self._inner else None
 
     def save(self, folder: Path, write: Callable[[], None]) -> None:
-        """Begin a checkpoint; the one before is ended first. With several ranks a collective.
+        """Begin a checkpoint, after the previous one is finished. With several ranks a collective.
 
         Args:
-            folder: Of the checkpoints.
-            write: The Trainer's own way to save, which asks for ``aside`` and ``files()``.
+            folder: Folder of the checkpoints.
+            write: The Trainer's own way to save, which uses ``aside`` and ``files()``.
 
         Raises:
-            DiskError: It cannot be begun, or the one before has failed. Older ones are untouched.
+            DiskError: The checkpoint cannot be begun, or the previous one has failed. Older ones are untouched.
         """
         self.settle(is_last=False)
         begun_s = time.monotonic()
@@ -91,7 +92,7 @@ class TrainerSaves:
         self.random = {"ranks": all_random_states(engine)} if many else random_states(engine.device)
         self.random |= {"buffers": odd_buffers(engine)} if many else {}
         target = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        at = folder.absolute()  # whoever changes the working directory meanwhile does not move it
+        at = folder.absolute()  # so a later change of the working directory does not move it
         kept = {at / target.name}
 
         def tidy_up() -> None:
@@ -125,7 +126,7 @@ class TrainerSaves:
         self._under_way = _UnderWay(save, _as_it_is(state), before, time.monotonic() - begun_s)
 
     def look(self) -> None:
-        """End the one that is under way, if it is done; with several ranks on all, in the same step.
+        """Settle the save that is under way if it is done; with several ranks, on all of them in the same step.
 
         Raises: As ``settle``.
         """
@@ -136,15 +137,15 @@ class TrainerSaves:
             self.settle(is_last=False)
 
     def settle(self, *, is_last: bool = True) -> None:
-        """Wait for the one that is under way, and let others hear of it.
+        """Wait for the save that is under way, and report it.
 
         Args:
-            is_last: Others may not follow. Else one whose weights were edited unseen meanwhile is left out, with a
-                warning: the next one waits for them.
+            is_last: Whether no other save may follow. If one may, and there is one rank, a checkpoint whose weights
+                were edited unseen meanwhile is dropped with a warning: the next save waits for such units.
 
         Raises:
-            DiskError: It could not be written. Older ones are untouched.
-            EditedError: Weights were edited meanwhile.
+            DiskError: The checkpoint could not be written. Older ones are untouched.
+            EditedError: Weights were edited during the save.
         """
         now = self._under_way
         if now is None:
@@ -162,13 +163,13 @@ class TrainerSaves:
         self._on_durable(now.save, now.state, now.held_s + time.monotonic() - begun_s)
         if now.is_owed:
             control = trainer.control
-            is_due = control.should_save  # of this step; on_save takes it for done
+            is_due = control.should_save  # for this step; on_save would reset it
             trainer.control = control = trainer.callback_handler.on_save(trainer.args, now.state, control)
             control.should_save |= is_due
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """The same behind a block. What it raises is the error to be told. Who ends it at once waits for no save."""
+        """Settle after a block, whose own error wins. A Ctrl-C or an ``EndedAtOnceError`` gives up the save."""
         at_once = KeyboardInterrupt, EndedAtOnceError
         try:
             try:
@@ -194,7 +195,7 @@ class TrainerSaves:
             state.best_model_checkpoint = failed.best_before
 
     def _hear_of_on_save(self) -> None:
-        """Callbacks hear of a checkpoint when it is there."""
+        """Make callbacks hear of a checkpoint only once it is durable."""
         handler = self._trainer.callback_handler
         if "on_save" in vars(handler):
             return
@@ -210,7 +211,7 @@ class TrainerSaves:
 
 
 def _move_up(folder: Path) -> None:
-    """What is in a folder goes into the one that it is in. Folders of adapters may be there, with files of theirs."""
+    """Move the content of a folder into its parent. Folders of adapters may be there already, with other files."""
     for path in sorted(folder.iterdir()):
         target = folder.parent / path.name
         if path.is_dir() and target.is_dir():
@@ -223,7 +224,7 @@ def _move_up(folder: Path) -> None:
 
 
 def _as_it_is(state: TrainerState) -> TrainerState:
-    """What training appends to later is not in it."""
+    """Copy the state, so that the copy lacks what training appends later."""
     now = copy.copy(state)
     now.log_history, now.stateful_callbacks = [*state.log_history], copy.deepcopy(state.stateful_callbacks)
     return now

@@ -1,11 +1,11 @@
 """fp16 under a Trainer: Accelerate's gradient scaler around the steps of a prepared optimizer.
 
-Accelerate would wrap the optimizer for that. Ours stays what ``trainer.optimizer`` is, so its ``step`` does what the
-wrapper's would.
+Accelerate would wrap the optimizer for that. Here ``trainer.optimizer`` stays the prepared optimizer, so its ``step``
+does what the wrapper's would do.
 
-[Note: the scale of several ranks] A Trainer's losses are as many times larger on R ranks as there are ranks, and
-gradients are averaged. So the scale is so many times smaller: then gradients are those of one rank with R times the
-accumulation, and overflow with them. What is saved is the scale of one rank.
+[Note: the scale of several ranks] On R ranks, a Trainer's losses are R times as large, and gradients are averaged. So
+the scale is divided by R, rounded up to a power of two. Then gradients are those of one rank with R times the
+accumulation, and overflow with them. The scale that is saved is that of one rank.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from outcore.runtime.optimizer import StreamedOptimizer
 
 
 def share_scale(scaler: torch.amp.GradScaler, num_ranks: int) -> None:
-    """Let the scale be that of one of several ranks. See [Note: the scale of several ranks]."""
+    """Adapt the scale to several ranks. See [Note: the scale of several ranks]."""
     if num_ranks == 1 or not scaler.is_enabled():
         return
-    factor = 2.0 ** (num_ranks - 1).bit_length()  # a scale is a power of two, so that nothing is rounded
+    factor = 2.0 ** (num_ranks - 1).bit_length()  # scales are powers of two, so that nothing is rounded
     state, load = scaler.state_dict, scaler.load_state_dict
 
     def saved() -> dict[str, Any]:
@@ -38,7 +38,7 @@ def share_scale(scaler: torch.amp.GradScaler, num_ranks: int) -> None:
 
 
 def step_with(scaler: torch.amp.GradScaler, optimizer: StreamedOptimizer) -> None:
-    """Let ``optimizer.step()`` be a step of the scaler, and adapt its scale."""
+    """Make ``optimizer.step()`` a step of the scaler, which then adapts its scale."""
     plain = optimizer.step
 
     def step(self: StreamedOptimizer, closure: Any = None) -> Any:

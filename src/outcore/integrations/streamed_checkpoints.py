@@ -1,7 +1,7 @@
-"""A Trainer's checkpoints: streamed, written beside training, by one rank or by several.
+"""A Trainer's checkpoints: streamed, and written beside training by one rank or several.
 
-[Note: a Trainer's ranks] All ranks come to every save and every load. Rank 0 writes what the library writes. States
-are cut among the ranks: each writes its own, and any number of ranks reads them. What fails on one rank fails on all.
+[Note: a Trainer's ranks] All ranks take part in every save and every load. Rank 0 writes the library's files. States
+are cut over the ranks: each writes its own, and any number of ranks can read them. A failure on one rank fails on all.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _CALL = "checkpoint"
 
 
 class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no types here
-    """For a Trainer. See [Note: a Trainer's ranks]."""
+    """The checkpoints of a Trainer. See [Note: a Trainer's ranks]."""
 
     optimizer: Any  # a StreamedOptimizer from the first use on
     state: TrainerState
     _outcore_saves: TrainerSaves
     _outcore_checkpoint: str | None
-    """To begin from, until the model is prepared."""
+    """Checkpoint to load when the model is prepared; None if there is none, and afterwards."""
     _outcore_reading: ExitStack
-    """Holds the checkpoint that training goes on from."""
+    """Protects the checkpoint to resume from against removal while it is read."""
 
     @property
     def _outcore_world(self) -> World | None:
-        """None: there is one rank."""
+        """The ranks; None if there is one."""
         known = attachment_of(self.model)
         return None if known is None else known.engine.access.world
 
@@ -63,10 +63,10 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Take the newest checkpoint that is as it was saved, where the newest is asked for."""
+        """Train. If the newest checkpoint is asked for, take the newest one that is intact."""
         if resume_from_checkpoint is True:
             found = newest_to_resume(Path(self.args.output_dir), self._outcore_reading)
-            resume_from_checkpoint = True if found is None else str(found)  # or let the Trainer say it
+            resume_from_checkpoint = True if found is None else str(found)  # without one, let the Trainer raise
         with self._outcore_saves.settled(), self._outcore_reading:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
@@ -81,25 +81,25 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
         start_time: float,
         learning_rate: float | None = None,
     ) -> None:
-        """Look after the save that is under way; the Trainer comes here behind steps and behind epochs."""
+        """Check on the save that is under way. The Trainer calls this after steps and after epochs."""
         self._outcore_saves.look()
         super()._maybe_log_save_evaluate(
             tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
         )
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        """Wait for the last checkpoint: the best one may be loaded, and others removed."""
+        """Wait for the last checkpoint, since the best one may be loaded next, and others removed."""
         self._outcore_saves.settle()
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save beside training. The checkpoint will be there as a whole, with checksums, or not at all."""
+        """Save beside training. The checkpoint will exist as a whole, with checksums, or not at all."""
         self._outcore_reading.close()
         save = super()._save_checkpoint
         self._outcore_saves.save(Path(self._get_output_dir(trial)), lambda: save(model, trial))
 
     def _outcore_saved(self, save: Save, state: TrainerState, held_s: float) -> None:
-        """A checkpoint is durable. Args: state: Of its step. held_s: So long training stood still for it."""
+        """Handle a durable checkpoint. Args: state: That of its step. held_s: Seconds that training stood still."""
         if self.args.push_to_hub:
             now, self.state = self.state, state
             try:
@@ -111,7 +111,7 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
         return str(self._outcore_saves.aside or super()._get_output_dir(trial))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Not before it is whole."""
+        """Push a checkpoint, but not before it is whole."""
         if self._outcore_saves.aside is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
@@ -126,10 +126,10 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
             restore_odd_buffers(saved.get("buffers", []), self.optimizer.engine)
         else:
             super()._load_rng_state(checkpoint)
-        self._outcore_reading.close()  # all is loaded
+        self._outcore_reading.close()  # everything is loaded now
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Stream a checkpoint's weights in: now, or when the model is prepared. Without its other parts, refuse."""
+        """Stream in a checkpoint's weights, now or when the model is prepared. Refuse an incomplete checkpoint."""
         self._outcore_reading.enter_context(held(Path(resume_from_checkpoint)))
         refuse_incomplete(resume_from_checkpoint)
         if attachment_of(self.model) is not None:
@@ -148,7 +148,7 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
         load_weights(self.model, self.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Rank 0 writes; in a checkpoint all ranks come here, and hear whether it could. Others give cut weights."""
+        """Let rank 0 write and others give their cut weights. In a checkpoint, all ranks raise if it fails."""
         is_checkpoint = output_dir is not None and self._outcore_saves.files(output_dir) is not None
         with agreed(self._outcore_world if is_checkpoint else None, _CALL):
             super().save_model(output_dir, _internal_call)
@@ -185,7 +185,7 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
                 save_schedule(self.lr_scheduler.state_dict(), Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Resume from a checkpoint of this Trainer, or of the plain one; that it is whole was checked before."""
+        """Resume from a checkpoint of this Trainer or the plain one. It was checked before to be complete."""
         if checkpoint is None:
             return
         if has_states(checkpoint):

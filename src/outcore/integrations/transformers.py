@@ -1,9 +1,9 @@
-"""``OutcoreMixin``: any Trainer of Transformers or TRL, out of core.
+"""``OutcoreMixin``: runs any Trainer of Transformers or TRL out of core.
 
-[Note: what is overridden] As little as makes a Trainer's own loop run on a prepared model. The model is not moved to
+[Note: what is overridden] Only what a Trainer's own loop needs to run on a prepared model. The model is not moved to
 the device, and is prepared where the Trainer would wrap it. Checkpoints would hold all weights or states in host memory
-at once, so they stream instead. Everything else is the Trainer's own code, on a model and an optimizer that behave as
-they always do. ``tests/integrations/test_contract.py`` lists the library's names that this relies on.
+at once, so they are streamed instead. Everything else is the Trainer's own code, and its model and optimizer behave as
+usual. ``tests/integrations/test_contract.py`` lists the library's names on which this relies.
 """
 
 # ruff: noqa: E402
@@ -22,7 +22,7 @@ from torch import nn
 
 from outcore.core.extra import TRAINER, refuse_missing
 
-refuse_missing(*TRAINER)  # before Python does, who knows of no extra
+refuse_missing(*TRAINER)  # before Python's ImportError, which does not name the extra
 
 from transformers import Trainer, TrainingArguments
 
@@ -51,19 +51,19 @@ from outcore.spec.budget import Budget
 from outcore.spec.model import MasterFormat, Precision
 from outcore.spec.plan import AwayTier, Plan
 
-# What Accelerate has this on, it neither moves nor wraps.
+# Accelerate neither moves nor wraps an object with this attribute.
 _ACCELERATE_PREPARED = "_is_accelerate_prepared"
 _PREPARED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models that a Trainer prepared: the next one may take them over."""
+"""Models that a Trainer prepared. A later Trainer may take them over."""
 
 
 class OutcoreMixin(StreamedCheckpoints):
-    """Train with any Trainer within a memory budget: ``class MyTrainer(OutcoreMixin, SFTTrainer)``.
+    """Trains with any Trainer within a memory budget: ``class MyTrainer(OutcoreMixin, SFTTrainer)``.
 
-    Logs, weights and checkpoints are those of the plain Trainer on one device (with the optimizer's fused
-    implementation, Transformers' default). Under ``torchrun`` ranks train together, without DDP: weights are those of
-    one rank with as many times the accumulation (``docs/ranks.md``). ``trainer.optimizer`` is the prepared optimizer,
-    and ``outcore.close(trainer.model)`` ends the run.
+    Logs, weights and checkpoints equal those of the plain Trainer on one device (with the optimizer's fused
+    implementation, Transformers' default). Under ``torchrun``, ranks train together without DDP. The weights equal
+    those of one rank whose accumulation is multiplied by the number of ranks (``docs/ranks.md``).
+    ``trainer.optimizer`` is the prepared optimizer, and ``outcore.close(trainer.model)`` ends the run.
 
     A reference model (DPO and others) may be prepared with ``outcore.prepare(ref_model, None, budget=...)`` before it
     is passed in.
@@ -87,29 +87,29 @@ class OutcoreMixin(StreamedCheckpoints):
         master_format: MasterFormat = "fp32",
         **kwargs: Any,
     ) -> None:
-        """Build the Trainer below; the model is prepared when it is first used.
+        """Build the underlying Trainer. The model is prepared at its first use.
 
         Args:
-            *args: The Trainer's own.
+            *args: The Trainer's own arguments.
             budget: The most to take on each tier, as for ``outcore.prepare``.
-            plan: To obey, instead of a search.
-            precision: None: what the plain Trainer computes, so a bf16 model is updated in bf16. ``"bf16"`` gives it
-                fp32 master weights, ``"fp16"`` weights in fp16 beside such. ``bf16=True`` and ``fp16=True`` in the
-                training arguments are autocast, as ever, the latter with Accelerate's gradient scaler.
+            plan: A plan to follow instead of searching for one.
+            precision: None: that of the plain Trainer, so a bf16 model is updated in bf16. ``"bf16"`` adds fp32 master
+                weights; ``"fp16"`` means fp16 weights with fp32 masters. ``bf16=True`` and ``fp16=True`` in the
+                training arguments still mean autocast, the latter with Accelerate's gradient scaler.
             weights: A Hugging Face checkpoint directory to stream in; the model may then be on the meta device.
             units: Classes or names of the modules that move as a whole.
-            hardware: As for ``outcore.prepare``. If the training arguments have a ``max_length``, it says, with the
-                batch size, how large batches are; then the plan is the one that is predicted to be fastest.
+            hardware: As for ``outcore.prepare``. If the training arguments have a ``max_length``, the size of batches
+                follows from it and the batch size. Then the plan is the one that is predicted to be fastest.
             compile: Compile blocks, as for ``outcore.prepare``.
-            sample: The largest micro-batch that will come, as for ``outcore.prepare``. None: token IDs, if the training
+            sample: The largest micro-batch to expect, as for ``outcore.prepare``. None: token IDs, if the training
                 arguments have a ``max_length``.
             activations: As for ``outcore.prepare``: ``"host"`` or ``"disk"``.
             micro_batches_in_unit: As for ``outcore.prepare``: pieces of a micro-batch.
-            master_format: ``"compact"`` stores fp32 masters in half the bytes, for param groups that do not say it.
-            **kwargs: The Trainer's own.
+            master_format: For param groups without one. ``"compact"`` stores fp32 masters in half the bytes.
+            **kwargs: The Trainer's own arguments.
 
         Raises:
-            UnsupportedError: A setting that cannot work on streamed weights.
+            UnsupportedError: A setting cannot work with streamed weights.
         """
         self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
         self._outcore_options |= {"hardware": hardware, "compile": compile, "activations": activations}
@@ -134,7 +134,7 @@ class OutcoreMixin(StreamedCheckpoints):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse what the plain Trainer would distribute, compile or convert."""
+        """Refuse settings by which the plain Trainer would distribute, compile or convert."""
         refuse_arguments(self.args)
         super().create_accelerator_and_postprocess()
         refuse_accelerator(self.accelerator)
@@ -145,7 +145,7 @@ class OutcoreMixin(StreamedCheckpoints):
             refuse_model(self.model, has_scaler=self.accelerator.scaler is not None)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """End the preparation of the model that the new one replaces."""
+        """Close the prepared model that the new one replaces."""
         if self.model is not None and attachment_of(self.model) is not None:
             close(self.model, keep_weights=False)
         return super().call_model_init(trial)
@@ -156,15 +156,15 @@ class OutcoreMixin(StreamedCheckpoints):
     # Preparing.
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:  # noqa: FBT001, FBT002
-        """Prepare the model; the Trainer comes here before its first step and its first evaluation."""
+        """Prepare the model. The Trainer calls this before its first step and its first evaluation."""
         self._outcore_prepare_once(training=training)
-        if self.accelerator.distributed_type != "NO":  # all that Accelerate does, but DDP around the model
+        if self.accelerator.distributed_type != "NO":  # all that Accelerate does, except DDP around the model
             self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             setattr(self.model, _ACCELERATE_PREPARED, True)
         return super()._wrap_model(model, training, dataloader)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
-        """Prepare the model; TRL may ask for these when it builds its Trainer."""
+        """Prepare the model. TRL may call this while it builds its Trainer."""
         self._outcore_prepare_once()
         return super().compute_ref_log_probs(model, inputs)
 
@@ -206,7 +206,7 @@ class OutcoreMixin(StreamedCheckpoints):
         )
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             group.setdefault("master_format", self._outcore_master_format)
-        with self.accelerator.autocast():  # in which activations are measured
+        with self.accelerator.autocast():  # activations are measured under autocast
             prepared = prepare_in_loop(self.model, self.optimizer, loop=loop, **options)
         self.optimizer = prepared.optimizer
         if scaler is not None and self.optimizer is not None:
@@ -217,7 +217,7 @@ class OutcoreMixin(StreamedCheckpoints):
             load_weights(self.model, checkpoint)
 
     def _outcore_largest_batch(self) -> Mapping[str, torch.Tensor] | None:
-        """Tokens of a micro-batch where the arguments say how many may come. Of preferences both answers come."""
+        """Return the largest micro-batch that the arguments allow. A preference pair has a row for each answer."""
         length = getattr(self.args, "max_length", None)
         if self._outcore_sample is not None or length is None:
             return self._outcore_sample
@@ -227,7 +227,7 @@ class OutcoreMixin(StreamedCheckpoints):
     # Logs.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add to a step's logs the bytes that it moved and the seconds that it waited for them."""
+        """Add to the logs the bytes moved since the last log, and the seconds that compute waited for lanes."""
         if "loss" in logs and isinstance(self.optimizer, StreamedOptimizer):
             before_bytes, before_s = self._outcore_logged
             moved_bytes = sum(self.optimizer.traffic().values())
@@ -238,7 +238,7 @@ class OutcoreMixin(StreamedCheckpoints):
 
 
 def _brings_optimizer(trainer: type[Trainer], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the training arguments do not choose the optimizer."""
+    """Whether the optimizer comes from elsewhere than the training arguments."""
     given = (*args, *kwargs.values())
     return (
         trainer.create_optimizer is not Trainer.create_optimizer
@@ -248,17 +248,17 @@ def _brings_optimizer(trainer: type[Trainer], args: Sequence[Any], kwargs: Mappi
 
 
 def _has_a_known_loop(trainer: type[Trainer]) -> bool:
-    """Whether a step has as many backward passes as the arguments say: not where somebody else writes it."""
+    """Whether a step has as many backward passes as the arguments say: not if a user's class overrides the loop."""
     names = ("training_step", "_inner_training_loop", "_run_epoch", "get_batch_samples")
     makers = (kind.__module__ for kind in trainer.__mro__ if any(name in vars(kind) for name in names))
     return all(maker.partition(".")[0] in ("transformers", "trl") for maker in makers)
 
 
 def _take_over(build: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Close a model that an earlier Trainer prepared: one that is to train it goes on from the same weights."""
+    """Close a model that an earlier Trainer prepared, so that a new one trains it on from the same weights."""
     try:
         given = inspect.signature(build).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # the Trainer says it better
+    except TypeError:  # the Trainer raises a better error
         return
     options = {**given, **given.get("kwargs", {})}
     model = options.get("model")
@@ -278,12 +278,12 @@ def _take_over(build: Callable[..., None], args: Sequence[Any], kwargs: Mapping[
 
 
 def _plain_precision(model: nn.Module) -> Precision | None:
-    """What updates every parameter in its own dtype, as a plain loop does."""
+    """Return the precision that updates every parameter in its own dtype, as a plain loop does."""
     return "pure_bf16" if any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters()) else None
 
 
 def _switch_off_checkpointing(model: nn.Module) -> None:
-    """Quietly, since TRL switches activation checkpointing on by itself: units are recomputed anyway."""
+    """Switch off activation checkpointing, as units are recomputed anyway. No warning: TRL turns it on by itself."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             module.gradient_checkpointing = False  # type: ignore[assignment]

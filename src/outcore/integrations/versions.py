@@ -1,4 +1,4 @@
-"""What differs between the versions of the libraries that outcore works with. Light: it imports none of them."""
+"""Differences between versions of the libraries that outcore works with. Imports none of them, so it is cheap."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _RENAMED = {
 
 
 def other_names(fields: Collection[str]) -> Mapping[str, str]:
-    """Names that some versions have for fields of the training arguments -> those of the installed version.
+    """Map names that some versions have for fields of the training arguments to those of the installed version.
 
     Args:
-        fields: Of the installed version; the old and the new name may be among them.
+        fields: Fields of the installed version. It may have both the old and the new name of one.
     """
     return {
         **{old: new for old, new in _RENAMED.items() if new in fields},
@@ -24,6 +24,6 @@ def other_names(fields: Collection[str]) -> Mapping[str, str]:
 
 
 def scores_in_tiles() -> bool:
-    """Whether TRL's trainers work out losses without the logits of the whole micro-batch."""
+    """Whether TRL's trainers compute losses without the logits of the whole micro-batch."""
     utils = sys.modules.get("trl.trainer.utils")
     return hasattr(utils, "add_fused_lm_head")

@@ -1,10 +1,10 @@
-"""Memory that was freed, but that the C library's allocator holds back from the system.
+"""Freed memory that the C library's allocator holds back from the system.
 
-[Note: held back] glibc keeps what is freed below something that is not. Activations and gradients come and go in
-another order every step, so what it keeps grows to a multiple of what a step uses: 180 MiB beside a plan of 366 MiB.
-``malloc_trim`` gives whole pages back wherever they lie. It takes time, and the next step takes more to touch the pages
-again: where activations are large, ten times as much. So it is called where memory has grown, and seldom enough for
-both to cost about a hundredth of the time.
+[Note: held back] glibc keeps freed memory that lies below memory in use. Activations and gradients come and go in a
+different order every step, so the memory that it keeps grows to a multiple of what a step uses: 180 MiB beside a plan
+of 366 MiB. ``malloc_trim`` gives whole pages back wherever they lie. The call takes time, and the next step takes even
+more to touch the pages again: ten times as much if activations are large. So it is called when memory has grown, and
+seldom enough that both together cost about a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from outcore.core.quantities import PAGE_BYTES
 
 WORTH_BYTES = 32 * 2**20
 """Growth that is worth a call."""
-_REST = 100  # times as long as the last call took, and as it takes to touch the pages again
+_REST = 100  # least time between calls, in multiples of the last call and of the time to touch the pages again
 _TOUCHED_PER_S = 2.0 * 2**30
-"""Bytes of fresh memory. A core of an EPYC finds and clears 82,000 pages in 0.14 s (benchmarks/step.py)."""
+"""Bytes of fresh memory touched per second. A core of an EPYC finds and clears 82,000 pages in 0.14 s
+(benchmarks/step.py)."""
 _LEAST_REST_S = 1.0
 _STATM = Path("/proc/self/statm")
 
 
 def give_back() -> None:
-    """Give freed memory back to the system, where the C library can."""
+    """Give freed memory back to the system, if the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def resident_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Resident memory of this process in bytes, without pages of files and shared memory."""
     pages = _STATM.read_text().split()
     return (int(pages[1]) - int(pages[2])) * PAGE_BYTES
 
@@ -47,7 +48,7 @@ class HeldBack:
         self._due_s = 0.0
 
     def give_back_if_due(self) -> None:
-        """To be called often: after each step."""
+        """Give memory back if it has grown enough and the last call is long ago. Cheap: call it after each step."""
         now = time.monotonic()
         if now < self._due_s:
             return
@@ -60,6 +61,6 @@ class HeldBack:
         self._due_s = now + max(_REST * taken_s, _LEAST_REST_S)
 
     def give_back(self) -> None:
-        """At once."""
+        """Give memory back at once."""
         give_back()
         self._known_bytes = resident_bytes()

@@ -1,4 +1,4 @@
-"""Buffers and regions: pieces of an arena, and how the race checker names them."""
+"""Arenas, their pieces (buffers), and the regions by which the race checker names pieces."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from outcore.core.errors import MemoryBudgetError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 
 TEMPORARY = "temporary"
-"""Arena name of buffers that one operation makes for itself; the race checker has nothing to say about them."""
+"""Arena name of buffers that one operation makes for itself; the race checker does not look at them."""
 
 
 class Region(NamedTuple):
-    """The bytes [start, stop) of an arena, as the race checker sees them."""
+    """The bytes [start, stop) of an arena, for the race checker."""
 
     arena: str
     start: int
@@ -26,7 +26,7 @@ class Region(NamedTuple):
 class Buffer:
     """A piece of an arena in host or device memory.
 
-    ``bytes`` is a 1D uint8 tensor over the memory; ``region`` says where in which arena it lies. Buffers are cut once
+    ``bytes`` is a 1D uint8 tensor over the memory; ``region`` gives its arena and its place there. Buffers are cut once
     and live as long as the arena.
     """
 
@@ -36,11 +36,11 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Size."""
+        """Size in bytes."""
         return self.region.stop - self.region.start
 
     def part(self, start: int, stop: int) -> Buffer:
-        """The bytes [start, stop) of this buffer. A part at the front, as of a slot, is cut once."""
+        """Return the bytes [start, stop) of this buffer. A part from 0 on, as of a slot, is made once and kept."""
         part = self._fronts.get(stop) if start == 0 else None
         if part is None:
             if not 0 <= start <= stop <= self.nbytes:
@@ -54,12 +54,12 @@ class Buffer:
     def tensor(
         self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0, strides: tuple[int, ...] | None = None
     ) -> torch.Tensor:
-        """A tensor over the bytes from ``offset`` on, with a version counter of its own.
+        """Return a tensor over the bytes from ``offset`` on, with its own version counter.
 
-        Its elements lie without gaps; ``strides`` says in which order (None: row-major).
+        Its elements have no gaps between them; ``strides`` gives their order (None: row-major).
 
-        Views made by slicing share one counter with the whole arena, so that any write anywhere would look like a write
-        to every saved tensor.
+        Why its own counter: views made by slicing share one counter with the whole arena. Any write to the arena would
+        then look to autograd like a write to every saved tensor.
         """
         itemsize = dtype.itemsize
         start = self.bytes.storage_offset() + offset
@@ -79,10 +79,10 @@ class Buffer:
 
 
 class Arena:
-    """Memory of a fixed size, cut front to back into buffers that are never given back one by one."""
+    """Memory of a fixed size, cut front to back into buffers. Buffers are not freed one by one."""
 
     def __init__(self, name: str, memory: torch.Tensor) -> None:
-        """Args: name: Stands in regions and errors. memory: 1D uint8, 4 KiB-aligned."""
+        """Args: name: Name for regions and errors. memory: 1D uint8, 4 KiB-aligned."""
         self.name = name
         self._memory = memory
         self._taken_bytes = 0
@@ -98,10 +98,10 @@ class Arena:
         return self._taken_bytes
 
     def take(self, nbytes: int) -> Buffer:
-        """Cut the next ``nbytes`` off, rounded up to 4 KiB.
+        """Cut off the next ``nbytes``, rounded up to 4 KiB.
 
         Raises:
-            MemoryBudgetError: The arena is used up.
+            MemoryBudgetError: The arena has too few bytes left.
         """
         start = self._taken_bytes
         stop = start + align_up(nbytes, PAGE_BYTES)

@@ -1,8 +1,8 @@
-"""The disk tier: extents on preallocated files, read and written by several threads straight from and into tensors.
+"""The disk tier: extents on preallocated files. Several threads read and write them, straight into and from tensors.
 
 [Note: stripes] The store is one range of bytes, cut into stripes of 4 MiB that go round the files in turn. A transfer
-is cut at the stripes' borders into pieces of at most 4 MiB, enough to reach a drive's full rate with a few of them
-under way.
+is cut at the borders of stripes into pieces of at most 4 MiB, large enough that a few pieces under way reach a drive's
+full rate.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from outcore.memory.sums import Segment, Sums
 STRIPE_BYTES = 4 * 2**20
 DEFAULT_NUM_THREADS = 8
 _THEN = ", then go on from the last checkpoint"
-_CLOSE_TIMEOUT_S = 2.0  # for what is under way; a file with a thread that hangs in it is freed with the process
+_CLOSE_TIMEOUT_S = 2.0  # for pieces under way; if a thread hangs in a file, the space is freed with the process
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A piece of the disk store, for one owner."""
+    """A piece of the disk store with one owner."""
 
     offset: int
     nbytes: int
     owner: str
-    """Who keeps what there, for errors: ``"model.layers.3 states"``."""
+    """Unit and kind of the bytes, for errors: ``"model.layers.3 states"``."""
 
     @property
     def region(self) -> Region:
-        """How the race checker names it."""
+        """The extent's region for the race checker."""
         return Region("disk", self.offset, self.offset + self.nbytes)
 
     def part(self, start: int, stop: int) -> Extent:
-        """The bytes [start, stop) of this extent. Not necessarily aligned; unaligned ones move more slowly."""
+        """Return the bytes [start, stop) of this extent. They need not be aligned; unaligned parts move more slowly."""
         if not 0 <= start <= stop <= self.nbytes:
             raise AssertionError(f"part [{start}, {stop}) of an extent of {self.nbytes} bytes")
         return Extent(self.offset + start, stop - start, self.owner)
@@ -56,10 +56,10 @@ class Extent:
 
 @final
 class DiskStore(Closing):
-    """Disk space of a fixed size, cut front to back into extents that are never given back one by one.
+    """Disk space of a fixed size, cut front to back into extents. Extents are not freed one by one.
 
-    ``read`` and ``write`` may be called from several threads at once; who touches the same bytes orders himself. What
-    is read is what was written last, or it is an error ([Note: sums]).
+    Several threads may call ``read`` and ``write`` at once; callers that touch the same bytes must order themselves. A
+    read returns the bytes written last, or it is an error ([Note: sums]).
     """
 
     def __init__(self, files: Sequence[DiskFile], nbytes: int, pool: PiecePool[Piece], stall_timeout_s: float) -> None:
@@ -89,15 +89,15 @@ class DiskStore(Closing):
 
         Args:
             paths: Folders, made if missing; with several, stripes go round them.
-            nbytes: Total size.
-            num_threads: Transfers under way at once.
-            stall_timeout_s: A transfer none of whose pieces ends for this long (at most twice) fails.
+            nbytes: Total size in bytes.
+            num_threads: Pieces under way at once.
+            stall_timeout_s: A transfer fails if none of its pieces ends for between one and two times this long.
             io: The system's calls; tests put faults here.
 
         Raises:
-            DiskError: A path cannot serve; nothing is left behind.
+            DiskError: A path cannot be used; nothing is left behind.
 
-        Memory: ``nbytes`` of disk, rounded up to 4 KiB, and an eight thousandth of it on the host, until ``close``.
+        Memory: ``nbytes`` of disk, rounded up to 4 KiB, and about 1/8000 of that on the host, until ``close``.
         """
         if not paths:
             raise ConfigError("disk: expected at least one path, but got none")
@@ -118,14 +118,14 @@ class DiskStore(Closing):
 
     @property
     def buffered_paths(self) -> tuple[Path, ...]:
-        """Files on filesystems without direct I/O: slower, and their bytes pass through the page cache."""
+        """Files on filesystems without direct I/O. They are slower, and their bytes pass through the page cache."""
         return tuple(file.path for file in self._files if not file.is_direct)
 
     def take(self, nbytes: int, *, owner: str) -> Extent:
-        """Cut the next ``nbytes`` off, rounded up to 4 KiB.
+        """Cut off the next ``nbytes``, rounded up to 4 KiB.
 
         Raises:
-            MemoryBudgetError: The store is used up.
+            MemoryBudgetError: The store has too few bytes left.
         """
         start = self._taken_bytes
         if start + align_up(nbytes, PAGE_BYTES) > self.nbytes:
@@ -141,34 +141,34 @@ class DiskStore(Closing):
         """Fill ``memory`` with the extent's bytes.
 
         Args:
-            extent: What to read.
-            memory: 1D uint8 in host memory, as long as the extent. Fast if address, offset and length are multiples
-                of 4 KiB.
+            extent: The bytes to read.
+            memory: 1D uint8 in host memory, as long as the extent. Fast if address, offset and length are multiples of
+                4 KiB.
 
         Raises:
-            DiskError: Naming file, owner and offset, also where other bytes came than were written. After a stall the
-                store is unusable, and the drive may still write into ``memory``; after any other error nothing is
-                under way.
+            DiskError: The read failed, or returned other bytes than were written; names file, owner and offset. After a
+                stall the store is unusable, and the drive may still write into ``memory``. After any other error
+                nothing is under way.
         """
         self._transfer("read", extent, memory)
 
     def write(self, extent: Extent, memory: torch.Tensor) -> None:
         """Write ``memory`` into the extent; see ``read``.
 
-        A part of an extent reads its neighbours in the 64 KiB at its ends, and an unaligned one rewrites those in the
-        4 KiB pages there.
+        A write to a part of an extent also reads the neighbouring bytes in the 64 KiB segments at its ends. If the part
+        is unaligned, it also rewrites the neighbouring bytes in the 4 KiB pages there.
         """
         self._transfer("write", extent, memory)
 
     def stop(self) -> None:
-        """Let transfers that wait fail, and those under way end with the pieces that they have begun. Idempotent."""
+        """Fail transfers that have pieces still to start; pieces already under way end. Idempotent."""
         if os.getpid() == self._pid:
             self._pool.stop()
 
     def close(self) -> None:
-        """Free the space and remove the run directories. Idempotent; transfers that still wait fail.
+        """Free the space and remove the run directories. Transfers that still wait fail. Idempotent.
 
-        Also done when the store is collected and at exit; never in a forked child.
+        Garbage collection of the store and the end of the process also do this. A forked child never does.
         """
         self._close()
 
@@ -210,7 +210,7 @@ class DiskStore(Closing):
             raise AssertionError(f"{extent} is not of this store")
 
     def _pieces(self, extent: Extent, memory: torch.Tensor) -> Iterator[Piece]:
-        """Cut a transfer at the borders of the stripes, and of segments that it touches in part."""
+        """Cut a transfer into pieces at the borders of stripes, and of segments that it touches in part."""
         view, address = memory.numpy().data, memory.data_ptr()
         start, end = extent.region.start, extent.region.stop
         while start < end:
@@ -230,7 +230,10 @@ class DiskStore(Closing):
             start = stop
 
     def _span(self, start: int, end: int) -> Segment:
-        """What the next piece of [start, end) is of: whole segments up to the stripe's end, or one in part."""
+        """Return the span of the next piece of [start, end).
+
+        The span is all whole segments up to the stripe's end, or a single segment of which the piece is a part.
+        """
         first = self._sums.segment(start)
         if first.start < start or end < first.stop:
             return first
@@ -245,13 +248,13 @@ def _close(files: Sequence[DiskFile], pool: PiecePool[Piece], pid: int) -> None:
     is_idle = False
     try:
         is_idle = pool.close(timeout_s=_CLOSE_TIMEOUT_S)
-    finally:  # also when a Ctrl-C ends the waiting
+    finally:  # also if a Ctrl-C ends the wait
         for file in files:
             file.close(is_idle=is_idle)
 
 
 def _file_bytes(index: int, num_files: int, nbytes: int) -> int:
-    """Size of one of the files: its whole stripes, and its share of the last round."""
+    """Size of one of the files: its whole stripes and its share of the last round."""
     rows, rest = divmod(nbytes, STRIPE_BYTES * num_files)
     return rows * STRIPE_BYTES + min(max(rest - index * STRIPE_BYTES, 0), STRIPE_BYTES)
 

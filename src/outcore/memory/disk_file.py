@@ -1,4 +1,4 @@
-"""One preallocated file of the disk store: opening it safely, and moving bytes with every result checked."""
+"""One preallocated file of the disk store: opens it safely, and checks the result of every read and write."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _WHAT_TO_DO = {
 
 
 class DiskIO(Protocol):
-    """The calls that the disk store makes into the system; tests put faults here. All may raise ``OSError``."""
+    """The system calls of the disk store; tests put faults here. All may raise ``OSError``."""
 
     def filesystem_type(self, path: Path) -> int:
-        """The magic number of the filesystem of an existing path."""
+        """Return the magic number of the filesystem of an existing path."""
 
     def free_bytes(self, path: Path) -> int:
-        """Space that this user may take there."""
+        """Space in bytes that this user may take on the filesystem of a path."""
 
     def open(self, path: Path, flags: int) -> int:
         """Open or create a file."""
@@ -45,18 +45,18 @@ class DiskIO(Protocol):
         """Reserve space from byte 0 on."""
 
     def pread(self, fd: int, memory: memoryview, offset: int) -> int:
-        """Read into memory; returns bytes read."""
+        """Read into memory; return the number of bytes read."""
 
     def pwrite(self, fd: int, memory: memoryview, offset: int) -> int:
-        """Write from memory; returns bytes written."""
+        """Write from memory; return the number of bytes written."""
 
 
 @final
 class OsDiskIO:
-    """The system's calls. Those that move bytes release the GIL."""
+    """The real system calls. Those that move bytes release the GIL."""
 
     def filesystem_type(self, path: Path) -> int:
-        """The first field of statfs(2), which Python's ``statvfs`` leaves out."""
+        """Return the first field of statfs(2), which Python's ``statvfs`` leaves out."""
         buffer = ctypes.create_string_buffer(256)
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.statfs(os.fsencode(path), buffer):
@@ -69,11 +69,11 @@ class OsDiskIO:
         return disk_free_bytes(path)
 
     def open(self, path: Path, flags: int) -> int:
-        """Open for this user alone."""
+        """Open or create a file that only this user may access."""
         return os.open(path, flags, 0o600)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Reserve with fallocate; where a filesystem cannot, set the size: a full disk then shows when written."""
+        """Reserve with fallocate. If the filesystem cannot, only set the size: then a full disk shows at a write."""
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
@@ -92,10 +92,10 @@ class OsDiskIO:
 
 @final
 class DiskFile:
-    """A file without a name (see [Note: nothing stays behind]) in a run directory of its own. Not seen by other runs.
+    """A file without a name (see [Note: nothing stays behind]) in its own run directory. Other runs do not see it.
 
-    With direct I/O (O_DIRECT) the page cache stays out of the way: transfers go straight between the drive and the
-    caller's memory, which is faster, and the host's budget is not eaten by cached copies of what was just moved away.
+    With direct I/O (O_DIRECT), transfers go straight between the drive and the caller's memory. This is faster than the
+    page cache, and cached copies of bytes that were just moved away do not use up the host's budget.
     """
 
     def __init__(self, fd: int, directory: RunDirectory, io: DiskIO, *, is_direct: bool) -> None:
@@ -108,10 +108,10 @@ class DiskFile:
 
     @classmethod
     def open(cls, folder: Path, nbytes: int, io: DiskIO) -> Self:
-        """Check ``folder`` (made if missing), reclaim what dead runs left there, and reserve ``nbytes``.
+        """Check ``folder`` (made if missing), remove the folders of dead runs there, and reserve ``nbytes``.
 
         Raises:
-            DiskError: The folder is host memory, read-only, too full, not a folder, or fails.
+            DiskError: The folder is in host memory, is read-only, is too full or is not a folder; or the drive fails.
         """
         what = f"disk path '{folder}': expected a writable folder with {format_bytes(nbytes)} of free space"
         try:
@@ -153,11 +153,11 @@ class DiskFile:
         """Fill ``memory`` from byte ``offset`` on.
 
         Args:
-            offset: In the file.
-            memory: Writable bytes. With direct I/O offset, size and address are multiples of 4 KiB.
+            offset: Offset in the file.
+            memory: Writable bytes. With direct I/O, offset, size and address must be multiples of 4 KiB.
 
         Raises:
-            OSError: The system's error, or EIO with a text for a file that is shorter than it was made.
+            OSError: The system's error, or EIO with an explanation if the file became shorter than it was made.
         """
         done = 0
         while done < memory.nbytes:
@@ -179,8 +179,8 @@ class DiskFile:
         """Free the space and remove the run directory. Idempotent.
 
         Args:
-            is_idle: False if a thread hangs in a call: its descriptor must not come to mean another file, so the space
-                is freed only when the process ends.
+            is_idle: False if a thread hangs in a call. Its descriptor must not be reused for another file, so it stays
+                open, and the space is freed only when the process ends.
         """
         if is_idle and self._fd >= 0:
             os.close(self._fd)
@@ -188,17 +188,17 @@ class DiskFile:
         self._directory.close()
 
     def _whole(self, moved_bytes: int) -> int:
-        """Direct I/O goes on at a whole page; what was moved of a part is moved again."""
+        """Round down to whole pages: direct I/O must continue at a page, so a part of a page is moved again."""
         return moved_bytes - moved_bytes % PAGE_BYTES if self.is_direct else moved_bytes
 
 
 def disk_error(what: str, error: OSError, *, then: str = "") -> DiskError:
-    """The error for a user, from one of the system.
+    """Return the error for the user that reports an error of the system.
 
     Args:
         what: What was expected, and where.
-        error: What came.
-        then: How to go on when that is mended.
+        error: The system's error.
+        then: How to continue once the cause is repaired.
     """
     code = error.errno or errno.EIO
     todo = _WHAT_TO_DO.get(code, "check the drive or give another path")
@@ -220,7 +220,7 @@ def _refuse_memory(folder: Path, io: DiskIO) -> None:
 
 
 def _open_data(path: Path, io: DiskIO) -> tuple[int, bool]:
-    """Create the file, with direct I/O if a page really can be moved so: some filesystems only accept the flag."""
+    """Create the file. Use direct I/O if it moves a page in a trial: some filesystems only accept the flag."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
         fd = io.open(path, flags | os.O_DIRECT)

@@ -1,8 +1,8 @@
-"""Pieces of a transfer: bytes that are contiguous in one file, noted when they are written and checked when read.
+"""Pieces of a transfer: bytes that are contiguous in one file. A write notes their sums, a read checks them.
 
-[Note: parts of segments] A piece is whole segments of one extent, or lies within one segment ([Note: sums]). Transfers
-that run at once touch different bytes. So two of their pieces can share a segment only where each is a part of it, and
-these take turns by a lock. Whole segments need none.
+[Note: parts of segments] A piece consists of whole segments of one extent, or lies within one segment ([Note: sums]).
+Transfers that run at once touch different bytes. So two of their pieces can share a segment only if each is a part of
+it; such pieces take turns by a lock. Pieces of whole segments need no lock.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 from outcore.memory.disk_file import DiskFile
 from outcore.memory.sums import SEGMENT_BYTES, Segment, Sums
 
-_NUM_LOCKS = 64  # segments that have one by chance wait for each other, which costs time only
+_NUM_LOCKS = 64  # segments that happen to share a lock wait for each other, which only costs time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Bytes to be moved."""
+    """Bytes to move between a file and memory."""
 
     file: DiskFile
     offset: int
-    """In the file."""
+    """Where the bytes begin in the file."""
     span: Segment
-    """In the store: all that the segments of these bytes hold."""
+    """The range of the store that the segments of these bytes cover."""
     within: int
-    """Where in the span the bytes begin."""
+    """Where the bytes begin in the span."""
     memory: memoryview
     is_aligned: bool
     """Whether the memory begins at a page."""
@@ -42,16 +42,16 @@ class Piece:
 
     @property
     def is_straight(self) -> bool:
-        """Whether the bytes can go between file and memory as they are."""
+        """Whether the bytes can move between file and memory directly, without a staging buffer."""
         return self.is_whole and (self.is_aligned or not self.file.is_direct)
 
 
 @final
 class Mover:
-    """Reads and writes pieces, and keeps the sums. Called from several threads."""
+    """Reads and writes pieces, and keeps the sums. Several threads may call it."""
 
     def __init__(self, sums: Sums) -> None:
-        """Args: sums: Of the store that the pieces are of."""
+        """Args: sums: Sums of the store that the pieces belong to."""
         self._sums = sums
         self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
 
@@ -59,7 +59,7 @@ class Mover:
         """Fill the piece's memory.
 
         Raises:
-            OSError: The system's error, or EBADMSG where a segment does not hold what was written.
+            OSError: The system's error, or EBADMSG if a segment does not hold the bytes that were written.
         """
         if piece.is_straight:
             self._read(piece, piece.memory)
@@ -69,7 +69,7 @@ class Mover:
         piece.memory[:] = staging[piece.within : piece.within + piece.memory.nbytes]
 
     def write(self, piece: Piece) -> None:
-        """Write the piece's memory. Of a segment that is written in part the rest is read and checked first."""
+        """Write the piece's memory. If the piece is a part of a segment, the segment is read and checked first."""
         if piece.is_straight:
             self._sums.note(piece.span.start, piece.memory)
             piece.file.write(piece.offset, piece.memory)

@@ -1,23 +1,23 @@
-"""Host memory for an arena: anonymous, in huge pages where possible, resident from the start, not inherited by a fork.
+"""Host memory for an arena: anonymous, in huge pages where possible, resident, and by default not inherited by a fork.
 
 [Note: mapping lifetime] The mapping lives as long as any tensor views it: a tensor holds the NumPy array, which holds
-the mapping (``torch.frombuffer`` does not). ``close`` therefore cannot unmap; it gives the pages back to the system at
-once, and the empty range of addresses goes with the last view. A late reader sees zeros, never a crash.
+the mapping (``torch.frombuffer`` does not). ``close`` therefore cannot unmap. It gives the pages back to the system at
+once; the empty address range goes with the last view. A late reader sees zeros, never a crash.
 
 [Note: fork] Without ``MADV_DONTFORK`` a fork would share every page copy-on-write, and rewriting the arena would copy
-it. With it the child has a hole there, which its next large allocation would fill: a tensor over the arena would then
-read and write somebody else's memory. So the child puts an inaccessible mapping into the hole: touching the arena
-there is a segmentation fault, and unmapping it is harmless.
+it. With it the child has a hole at these addresses, which its next large allocation would fill: a tensor over the arena
+would then read and write unrelated memory. So the child puts an inaccessible mapping into the hole. Touching the arena
+in the child is then a segmentation fault, and unmapping it is harmless.
 
-[Note: interleaving] A page lies on the node of the thread that touches it first. One thread touches an arena, so on a
-machine with two sockets one memory controller would serve all transfers and updates, and the other one nothing. Dealt
-out in turn, the pages of any range use all controllers alike, whichever threads and devices come to it, at the price
-that a worker finds its bytes on the other socket every second time. Binding each range near to the worker that updates
-it would save that, but a range has no such worker: small updates use fewer workers, slots hold another unit every
-time, and copies and transfers of the disk pass through all of it.
+[Note: interleaving] A page lies on the NUMA node of the thread that touches it first. One thread touches an arena. So
+on a machine with two sockets, one memory controller would serve all transfers and updates, and the other none. If pages
+are dealt out in turn, any range uses all controllers alike, whichever threads and devices access it. The price is that
+every second page is on the other socket for a worker. Binding each range near the worker that updates it would avoid
+this, but a range has no such worker: small updates use fewer workers, slots hold a different unit every time, and
+copies and disk transfers pass through all of the range.
 
-The system call is made by number, since libnuma is rarely installed. It may fail, as many containers forbid it; memory
-is then where it would be anyway.
+The system call is made by number, since libnuma is rarely installed. It may fail, since many containers forbid it;
+memory then lies where it would lie anyway.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PROT_NONE = 0
 _MAP_NORESERVE = 0x4000
 _MAP_FIXED_NOREPLACE = 0x100000
 
-# By address; see [Note: fork].
+# Mappings that children do not inherit, by address. See [Note: fork].
 _live_mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 
 _untouched: weakref.WeakSet[HostMemory] = weakref.WeakSet()
@@ -52,7 +52,7 @@ _untouched: weakref.WeakSet[HostMemory] = weakref.WeakSet()
 
 @final
 class HostMemory(Closing):
-    """A piece of host memory that stays resident until ``close``."""
+    """A piece of host memory that stays resident from ``touch`` until ``close``."""
 
     def __init__(self, mapping: mmap.mmap, tensor: torch.Tensor) -> None:
         """Only ``open`` calls this."""
@@ -65,12 +65,13 @@ class HostMemory(Closing):
         """Take ``nbytes`` from the system, zeroed.
 
         Args:
-            nbytes: Size.
-            inherit: A forked child sees the memory, copied on write. Else it has none of it, and forks cost nothing.
-            is_touched: All of it is resident at once. Else ``touch`` makes it so, and until then it counts as taken.
+            nbytes: Size in bytes.
+            inherit: Whether a forked child sees the memory, copied on write. If not, forks cost nothing.
+            is_touched: Whether to make all of it resident at once. If not, ``touch`` does; until then it counts as
+                taken.
 
         Raises:
-            MemoryBudgetError: The machine or this container does not have them, or the system refuses.
+            MemoryBudgetError: The machine or this container does not have that much free, or the system refuses.
 
         Memory: ``nbytes`` of host memory, rounded up to 4 KiB.
         """
@@ -81,7 +82,7 @@ class HostMemory(Closing):
             raise MemoryBudgetError(f"{what}, but only {format_bytes(free_bytes)} are; {todo}")
         size = max(align_up(nbytes, PAGE_BYTES), PAGE_BYTES)
         try:
-            # One huge page more, never touched, so that the memory can start on a huge page.
+            # One huge page more, so that the memory can start on a huge page. The surplus is never touched.
             mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryBudgetError(f"{what}, but the system refuses: {error.strerror}; {todo} (ulimit -v?)") from error
@@ -97,7 +98,7 @@ class HostMemory(Closing):
         return memory
 
     def touch(self) -> None:
-        """Make every page resident; what was written stays. Nobody else may write meanwhile."""
+        """Make every page resident; bytes already written stay. No other thread may write meanwhile."""
         if self in _untouched:
             _untouched.discard(self)
             self.tensor[::PAGE_BYTES].bitwise_or_(0)
@@ -111,13 +112,13 @@ class HostMemory(Closing):
 
     @property
     def nbytes(self) -> int:
-        """Size as asked for; 0 once closed."""
+        """Size as requested, in bytes; 0 once closed."""
         return 0 if self._tensor is None else self._tensor.numel()
 
     def close(self) -> None:
-        """Give the pages back to the system, also those that a tensor still views. Idempotent.
+        """Give the pages back to the system, including those that a tensor still views. Idempotent.
 
-        Memory registered with a driver must be unregistered first. A forked child has nothing to give back.
+        Memory registered with a driver must be unregistered first. In a forked child this gives nothing back.
         """
         _untouched.discard(self)
         mapping, self._mapping, self._tensor = self._mapping, None, None
@@ -126,12 +127,12 @@ class HostMemory(Closing):
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Its first byte."""
+    """Address of the first byte of a mapping."""
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)
 
 
 def kept_from_children(mapping: mmap.mmap) -> int:
-    """A forked child does not see it. See [Note: fork]. Returns its address."""
+    """Keep a mapping from forked children; return its address. See [Note: fork]."""
     address = address_of(mapping)
     _live_mappings[address] = mapping
     mapping.madvise(mmap.MADV_DONTFORK)
@@ -144,7 +145,7 @@ def _use_huge_pages(mapping: mmap.mmap, start: int, nbytes: int) -> None:
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE, start, nbytes)
     except OSError:
-        return  # a kernel built without them: small pages serve as well, only slower
+        return  # this kernel was built without huge pages: small pages also work, only slower
 
 
 def _fill_holes_in_child() -> None:
@@ -170,13 +171,13 @@ Syscall = Callable[..., int]
 
 
 def interleave(address: int, nbytes: int) -> None:
-    """Spread pages that nobody has touched yet over the nodes that this process runs on.
+    """Spread pages that are not touched yet over the nodes that this process runs on.
 
-    Does nothing on one node, where the system refuses, and if a policy was set for the process (``numactl``).
+    Does nothing if there is one node, if the system refuses, or if a policy was set for the process (``numactl``).
 
     Args:
-        address: At a page.
-        nbytes: From there on.
+        address: Address of the first page.
+        nbytes: Size of the range.
     """
     nodes = memory_nodes()
     machine = os.uname().machine
@@ -188,14 +189,14 @@ def interleave(address: int, nbytes: int) -> None:
     syscall(number, ctypes.byref(policy), None, nothing, None, nothing)
     if policy.value == _MPOL_DEFAULT:
         mask = _mask(nodes)
-        # The kernel takes one bit less than it is told.
+        # The kernel reads one bit less than this number.
         num_bits = ctypes.c_ulong(len(mask) * _WORD_BITS + 1)
         number, span = ctypes.c_long(_MBIND[machine]), (ctypes.c_void_p(address), ctypes.c_ulong(nbytes))
         syscall(number, *span, ctypes.c_int(_MPOL_INTERLEAVE), mask, num_bits, ctypes.c_uint(0))
 
 
 def _mask(nodes: Sequence[int]) -> ctypes.Array[ctypes.c_ulong]:
-    """A bit for each node."""
+    """Bit mask of nodes, for the kernel."""
     words = (ctypes.c_ulong * (max(nodes) // _WORD_BITS + 1))()
     for node in nodes:
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
@@ -203,7 +204,7 @@ def _mask(nodes: Sequence[int]) -> ctypes.Array[ctypes.c_ulong]:
 
 
 def _syscall() -> Syscall:
-    """The C library's ``syscall``; -1: the kernel refuses."""
+    """The C library's ``syscall``, which returns -1 if the kernel refuses."""
     function = ctypes.CDLL(None).syscall
     function.restype = ctypes.c_long
     return function

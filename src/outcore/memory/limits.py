@@ -1,7 +1,7 @@
-"""What this machine, or the container around this process, still has to give: host memory, disk space, time on cores.
+"""Limits of this machine, or of the container around this process: host memory, disk space, time on cores.
 
-A container's limit is not in ``/proc/meminfo``: it stands in the control groups of the process, and every group above
-it limits too. Both versions of the interface are read, since many machines still run version 1 or a mixture.
+The limit of a container is not in ``/proc/meminfo`` but in the control groups of the process, and every parent group
+limits the process too. Both versions of the interface are read, since many machines still run version 1 or a mixture.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _ROOT = Path("/")
 
 
 def host_free_bytes(root: Path = _ROOT) -> int:
-    """Host memory that can be taken now without the kernel killing anybody.
+    """Host memory that can be taken now without the kernel killing a process.
 
-    The least of ``MemAvailable`` and, for each control group of this process and each above it, the limit minus the
-    use. The page cache counts as free in both, since the kernel gives it up before it kills.
+    This is the least of ``MemAvailable`` and, for each control group of this process and each parent group, the limit
+    minus the use. The page cache counts as free in both, since the kernel gives it up before it kills.
 
     Args:
         root: Folder in place of ``/`` (tests put faked ``proc`` and ``sys`` below it).
@@ -42,7 +42,9 @@ def host_total_bytes(root: Path = _ROOT) -> int:
 
 
 def host_limit_bytes(root: Path = _ROOT) -> int | None:
-    """The least that a control group of this process or one above it allows; None: no less than the machine has.
+    """The lowest memory limit of the control groups of this process and their parents.
+
+    None if there is no limit below the memory of the machine.
 
     Args:
         root: Folder in place of ``/``.
@@ -54,12 +56,12 @@ def host_limit_bytes(root: Path = _ROOT) -> int | None:
 
 
 def host_bytes() -> int:
-    """Of the machine, or of the container around this process."""
+    """Host memory of the machine, or of the container around this process."""
     return host_limit_bytes() or host_total_bytes()
 
 
 def disk_free_bytes(path: Path) -> int:
-    """Space that this user may take on the filesystem of a path, which may still have to be made."""
+    """Space that this user may take on the filesystem of a path. The path need not exist yet."""
     absolute = path.absolute()
     stat = os.statvfs(next(folder for folder in (absolute, *absolute.parents) if folder.exists()))
     return stat.f_bavail * stat.f_frsize
@@ -68,7 +70,7 @@ def disk_free_bytes(path: Path) -> int:
 def cpu_quota(root: Path = _ROOT) -> int | None:
     """Cores that the control groups let this process keep busy, at least 1; None: no limit.
 
-    Part of a core is left unused: whoever asks for more than the quota is stopped now and then, with all its threads.
+    The quota is rounded down: the kernel stops a process that uses more than its quota for a while, with all threads.
 
     Args:
         root: Folder in place of ``/``.
@@ -92,7 +94,7 @@ def _page_cache_bytes(group: Path) -> int:
 
 
 def _cpu_quota_us(group: Path) -> tuple[int, int] | None:
-    """Microseconds of all cores together, and the period in which they may be used; None: no limit."""
+    """Microseconds that all cores together may work per period, and the period; None: no limit."""
     fields = _text(group / "cpu.max").split()
     if len(fields) == 2:
         return None if fields[0] == "max" else (int(fields[0]), int(fields[1]))
@@ -101,10 +103,11 @@ def _cpu_quota_us(group: Path) -> tuple[int, int] | None:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the control groups that bound this process, innermost first.
+    """Folders of the control groups that limit this process, innermost first.
 
-    A container often sees its own group as the top of the tree while ``/proc`` tells the name outside: such a folder
-    does not exist here, and walking up still arrives at the top, whose files are the container's.
+    A container often sees its own group as the top of the tree, while ``/proc`` gives the group's name outside the
+    container. The folder of that name does not exist here, but walking up still arrives at the top, whose files are the
+    container's.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, name = line.split(":", 2)
@@ -126,13 +129,13 @@ def _mounts(cgroup: Path, number: str, controllers: str, controller: str) -> lis
 
 
 def _numbers(group: Path, *names: str) -> list[int]:
-    """The numbers in those of the files that exist and hold one ("max" is none)."""
+    """The numbers in those of the files that exist and hold a number ("max" is not one)."""
     texts = [_text(group / name).strip() for name in names]
     return [int(text) for text in texts if text.lstrip("-").isdecimal()]
 
 
 def _text(path: Path) -> str:
-    """Content, or nothing: which of these files exist depends on the kernel's version and the container."""
+    """Content of a file, or "": which of these files exist depends on the kernel's version and the container."""
     try:
         return path.read_text()
     except OSError:

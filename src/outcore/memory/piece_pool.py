@@ -1,4 +1,4 @@
-"""Threads that do the pieces of blocking requests: every request moves in turn, none starves, none waits for ever."""
+"""Threads that do the pieces of blocking requests. Requests take turns, so none starves, and none waits forever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PieceT = TypeVar("PieceT")
 
 
 class StalledError(Exception):
-    """No piece of a request finished within the time allowed; ``piece`` is one that is under way, if any is."""
+    """No piece of a request finished within the time allowed. ``piece`` is one under way, or None."""
 
     def __init__(self, piece: object) -> None:
         super().__init__(f"no progress at {piece}")
@@ -23,12 +23,12 @@ class ClosedError(Exception):
     """The pool was closed before the request was done."""
 
 
-_LAST_PIECES_TIMEOUT_S = 2.0  # for what is under way when the pool stops; healthy drives need milliseconds
+_LAST_PIECES_TIMEOUT_S = 2.0  # for pieces under way when the pool stops; healthy drives need milliseconds
 
 
 @final
 class _Request(Generic[PieceT]):
-    """Pieces still to start, and those under way. All fields are guarded by the pool's lock."""
+    """Pieces still to start, and pieces under way. The pool's lock guards all fields."""
 
     def __init__(self, work: Callable[[PieceT], None], pieces: Iterable[PieceT], lock: threading.Lock) -> None:
         self.work = work
@@ -52,7 +52,7 @@ class PiecePool(Generic[PieceT]):
     """A few threads that take one piece of each waiting request in turn.
 
     A short request (the next unit's weights) therefore never waits behind all of a long one (a unit's states). The
-    threads are daemons: one that a dead disk holds for ever does not keep the process from ending.
+    threads are daemons: a thread that hangs in a dead disk does not keep the process from ending.
     """
 
     def __init__(self, num_threads: int, *, name: str) -> None:
@@ -71,19 +71,19 @@ class PiecePool(Generic[PieceT]):
     def run(self, work: Callable[[PieceT], None], pieces: Iterable[PieceT], *, stall_timeout_s: float) -> None:
         """Do ``work`` on every piece; return when all are done.
 
-        After an error, or when the caller is interrupted, no further piece starts, and the error is raised when those
-        under way have ended, so that nothing touches the caller's memory afterwards (except after ``StalledError``, and
-        if the caller is interrupted again).
+        After an error, or when the caller is interrupted, no further piece starts. The error is raised when the pieces
+        under way have ended, so nothing touches the caller's memory afterwards (except after ``StalledError``, or if
+        the caller is interrupted again).
 
         Args:
             work: Called on the pool's threads.
-            pieces: In any order, also at once.
+            pieces: Done in any order, several at once.
             stall_timeout_s: Raise when no piece finishes for between one and two times this long.
 
         Raises:
-            StalledError: See above.
-            ClosedError: ``stop`` came first.
-            BaseException: What ``work`` raised first.
+            StalledError: No piece finished for that long.
+            ClosedError: ``stop`` was called before all pieces had started, or pieces under way hang after it.
+            BaseException: The first error that ``work`` raised.
         """
         request = _Request(work, pieces, self._lock)
         with self._lock:
@@ -107,7 +107,7 @@ class PiecePool(Generic[PieceT]):
             raise request.error
 
     def stop(self) -> None:
-        """Fail what is still to start, without waiting for what is under way. Idempotent."""
+        """Fail requests with pieces still to start, without waiting for pieces under way. Idempotent."""
         with self._lock:
             self._closed = True
             for request in self._waiting:
@@ -120,10 +120,10 @@ class PiecePool(Generic[PieceT]):
         """``stop``, and end the threads. Idempotent.
 
         Args:
-            timeout_s: How long to wait for what is under way; at most a second after a stall.
+            timeout_s: How long to wait for pieces under way; after a stall at most a second.
 
         Returns:
-            Whether all threads ended; one that does not may still use what its request refers to.
+            Whether all threads ended. A thread that has not ended may still use the memory of its request.
         """
         self.stop()
         deadline_s = time.monotonic() + (min(timeout_s, 1.0) if self._has_stalled else timeout_s)
@@ -145,7 +145,7 @@ class PiecePool(Generic[PieceT]):
 
     def _serve(self) -> None:
         while self._serve_one():
-            pass  # in a function of its own, so that an idle thread holds no piece, hence no memory
+            pass  # `_serve_one` is a function of its own so that an idle thread holds no piece, hence no memory
 
     def _serve_one(self) -> bool:
         with self._lock:
@@ -163,7 +163,7 @@ class PiecePool(Generic[PieceT]):
         error: BaseException | None = None
         try:
             request.work(piece)
-        except BaseException as caught:  # whatever it is, the waiting caller must hear of it
+        except BaseException as caught:  # any error must reach the waiting caller
             error = caught
         with self._lock:
             request.under_way.remove(piece)

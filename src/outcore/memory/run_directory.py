@@ -1,16 +1,15 @@
-"""A run's own folder below a path of the disk tier: two runs never meet, and nothing foreign is removed.
+"""A run's own folder below a path of the disk tier. Runs never share a folder, and foreign files are never removed.
 
 [Note: nothing stays behind] The data file is unlinked as soon as it is open. The kernel frees its bytes when the
-process ends, however it ends: exit, exception, Ctrl-C, SIGTERM, SIGKILL, a crash. No signal handler is needed, which
-a library should not install: it would belong to the user's program, and would make a process that hangs inside a
-kernel deaf to SIGTERM. What an abrupt end leaves is a folder with an owner file of a few hundred bytes. While the run
-lives, that file tells a person who looks at a filling disk which process holds how much; afterwards the next run
-removes it.
+process ends, however it ends: exit, exception, Ctrl-C, SIGTERM, SIGKILL, a crash. This needs no signal handler. A
+library should not install one: handlers belong to the user's program, and a handler would make a process that hangs
+inside a kernel deaf to SIGTERM. An abrupt end leaves a folder with an owner file of a few hundred bytes. While the run
+lives, this file shows a person why the disk fills up: which process holds how much. Afterwards the next run removes it.
 
 [Note: is the owner alive] The owner file is locked with ``flock`` while the run lives. The kernel drops the lock with
 the last process that holds it, so this works across containers, where process ids mean nothing. Forked workers share
-the lock, which errs on the safe side. The file is written after it is locked, so an empty one is a run that is just
-starting.
+the lock, which errs on the safe side. The file is written after it is locked, so an empty file belongs to a run that is
+just starting.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _FORMAT = "outcore run directory 1"
 
 @final
 class RunDirectory(Closing):
-    """The folder ``outcore-<pid>-<random>``, ours until ``close``, garbage collection or the end of the process."""
+    """The folder ``outcore-<pid>-<random>``, which exists until ``close``, garbage collection or the process's end."""
 
     def __init__(self, path: Path, lock_fd: int) -> None:
         """Only ``create`` calls this."""
@@ -51,7 +50,7 @@ class RunDirectory(Closing):
 
         Args:
             parent: The path that the user gave.
-            reserved_bytes: Told to a person who reads the owner file.
+            reserved_bytes: Size for people who read the owner file.
 
         Raises:
             OSError: The folder cannot be made.
@@ -80,8 +79,8 @@ class RunDirectory(Closing):
 def reclaim_dead(parent: Path) -> list[Path]:
     """Remove the folders that dead runs left below ``parent``.
 
-    Only a real folder with our name pattern, a complete owner file and a free lock is touched, and in it only the files
-    that we make. See [Note: is the owner alive].
+    Touches only real folders with our name pattern, a complete owner file and a free lock, and in them only the files
+    that outcore makes. See [Note: is the owner alive].
 
     Returns:
         The folders that were removed.
@@ -109,7 +108,7 @@ def _is_owner_file(fd: int) -> bool:
         return False
     if not isinstance(owner, dict) or owner.get("format") != _FORMAT:
         return False
-    # A second opinion, where a filesystem grants every lock (some network mounts): the process itself still runs.
+    # A second check, since some filesystems (network mounts) grant every lock: the owning process may still run.
     return {k: owner.get(k) for k in ("boot_id", "start_time_ticks")} != {
         "boot_id": _boot_id(),
         "start_time_ticks": _start_time_ticks(owner.get("pid")),
@@ -117,7 +116,7 @@ def _is_owner_file(fd: int) -> bool:
 
 
 def _is_unchanged(fd: int, path: Path) -> bool:
-    """Whether the locked file still is at ``path``: another run may have reclaimed it before we got the lock."""
+    """Whether the locked file is still at ``path``: another run may have reclaimed it before we got the lock."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path / OWNER_NAME, follow_symlinks=False))
     except OSError:
@@ -128,7 +127,7 @@ def _lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return False  # held by a living run, or a filesystem without locks, where nothing can be known to be dead
+        return False  # a living run holds it, or the filesystem has no locks, so that no run is known to be dead
     return True
 
 
@@ -139,7 +138,7 @@ def _remove_own(path: Path, lock_fd: int, pid: int) -> None:
 
 
 def _remove_files(path: Path) -> bool:
-    """Remove the files that we make, then the folder if nothing else is in it; a person's files stay."""
+    """Remove the files that outcore makes, then the folder if nothing else is in it. A person's files stay."""
     for name in (DATA_NAME, OWNER_NAME):
         with contextlib.suppress(OSError):  # absent, or the filesystem has failed: the next run tries again
             (path / name).unlink()
@@ -173,9 +172,10 @@ def _boot_id() -> str:
 
 
 def _start_time_ticks(pid: object) -> int | None:
-    """When a process started, which tells it from a later one with the same id; None: it does not run.
+    """Start time of a process, which tells it from a later process with the same id; None if it does not run.
 
-    Fields 3 (state) and 22 (start time) of ``/proc/<pid>/stat``, see proc(5). A zombie has released everything.
+    Reads fields 3 (state) and 22 (start time) of ``/proc/<pid>/stat``, see proc(5). A zombie counts as ended: it has
+    released everything.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,9 @@
-"""Memory that processes of one machine see together.
+"""Memory that processes of one machine share.
 
-[Note: one copy in memory] It is an anonymous file in memory, which has no name in any folder: one process makes it, the
-others open it through that process in ``/proc``. It ends with the last mapping, however processes end, and no size of
-``/dev/shm`` limits it. All pages are taken when it is made, so that nobody is killed for want of them later.
+[Note: one copy in memory] The memory is an anonymous file without a name in any folder. One process makes it; the
+others open it through ``/proc`` of that process. It ends with the last mapping, however processes end, and the size of
+``/dev/shm`` does not limit it. All pages are taken when it is made, so that no process is killed later for lack of
+them.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from outcore.memory.limits import host_free_bytes
 
 @final
 class SharedMemory(Closing):
-    """A piece of host memory of several processes. See [Note: one copy in memory]."""
+    """A piece of host memory that several processes share. See [Note: one copy in memory]."""
 
     def __init__(self, descriptor: int, nbytes: int, address: str) -> None:
-        """Only ``make`` and ``join`` call this. Args: descriptor: Taken over."""
+        """Only ``make`` and ``join`` call this. Args: descriptor: Owned by this object from now on."""
         self._descriptor, self.address = descriptor, address
         mapping = mmap.mmap(descriptor, align_up(nbytes, PAGE_BYTES), flags=mmap.MAP_SHARED)
         kept_from_children(mapping)
         self.tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8, nbytes))
-        """1D uint8, at a page. The last view of it keeps the mapping."""
+        """The memory as 1D uint8, aligned to a page. The mapping lives as long as any view of it."""
 
     @classmethod
     def make(cls, nbytes: int) -> Self:
         """Take ``nbytes`` from the system, zeroed.
 
         Raises:
-            MemoryBudgetError: The machine or this container does not have them.
+            MemoryBudgetError: The machine or this container does not have that much free.
         """
         free, what = host_free_bytes(), f"host memory: expected {format_bytes(nbytes)} to be free, for all ranks"
         todo = "lower the host budget, or stop what else uses memory on this machine or in this container"
@@ -51,7 +52,7 @@ class SharedMemory(Closing):
         try:
             os.ftruncate(descriptor, size)
             memory = cls(descriptor, nbytes, f"{os.getpid()} {descriptor} {token}")
-            interleave(memory.tensor.data_ptr(), size)  # a policy counts for pages that come after it
+            interleave(memory.tensor.data_ptr(), size)  # before the pages are taken: a policy applies to later pages
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             os.close(descriptor)
@@ -60,14 +61,14 @@ class SharedMemory(Closing):
 
     @classmethod
     def join(cls, address: str, nbytes: int) -> Self:
-        """See what another process has made.
+        """Map memory that another process has made.
 
         Args:
-            address: Its ``address``.
-            nbytes: As it was made.
+            address: The ``address`` of that process's ``SharedMemory``.
+            nbytes: The size with which it was made.
 
         Raises:
-            OutcoreError: It is not there: the process runs on another machine, or in another container.
+            OutcoreError: The memory is not there: the process runs on another machine, or in another container.
         """
         pid, number, token = address.split()
         path = Path(f"/proc/{pid}/fd/{number}")
@@ -84,12 +85,12 @@ class SharedMemory(Closing):
         return cls(descriptor, nbytes, address)
 
     def settle(self) -> None:
-        """All have it: no other process can join any more. Idempotent."""
+        """Close the file, since all processes have joined; no other can join any more. Idempotent."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Let go of it. Other processes keep it; it ends with the last view of the last one. Idempotent."""
+        """Let go of the memory. Other processes keep it; it ends with the last view in any of them. Idempotent."""
         self.settle()
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -1,15 +1,15 @@
-"""Sums of what the disk tier holds, kept in host memory: what is read is what was written last, or it is an error.
+"""Checksums of the disk tier, kept in host memory: a read returns the bytes written last, or it is an error.
 
-[Note: sums] The store is cut into segments: every 64 KiB, and at the borders of extents, so that none has two owners.
-Each has one number, the sum of its 64-bit words times an odd weight for each place, modulo 2**64. A single flipped bit
-always changes it. Old bytes, zeros, and bytes that belong elsewhere change it too, but for a chance of about one in
-2**60, since the weights are random. (The chance is larger where nothing else changes than the highest bits of words: a
-product keeps little of them.) What was never written counts as zeros, whose sum is 0, and the system gives zeros for
-it. The numbers take 128 MiB per TiB. One multiplication and one addition for eight bytes are as fast as memory, and
-NumPy gives up the GIL for them.
+[Note: sums] The store is cut into segments: every 64 KiB, and at the borders of extents, so that no segment has two
+owners. Each segment has one number: the sum of its 64-bit words, each times an odd weight for its place, modulo 2**64.
+A single flipped bit always changes the sum. Old bytes, zeros, and bytes that belong elsewhere also change it, except
+with a probability of about one in 2**60, since the weights are random. (The probability is larger if only the highest
+bits of words change, because a product keeps little of them.) Bytes never written count as zeros, whose sum is 0; the
+system also reads them as zeros. The sums take 128 MiB per TiB. One multiplication and one addition per eight bytes are
+as fast as memory, and NumPy releases the GIL for them.
 
-What is known is set before the bytes are sent. So a write that fails, or that the drive loses, is found when the
-segment is read, and a write that is left out changes nothing.
+The sum of a segment is set before its bytes are sent. So a write that fails, or that the drive loses, is found when the
+segment is read. A write that is left out altogether changes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
 @final
 class Sums:
-    """The sums of a store. Who touches a segment has it to himself."""
+    """The sums of a store. A caller that touches a segment must have it to itself."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -43,7 +43,7 @@ class Sums:
         self._sums: list[_Numbers] = []
 
     def cover(self, start: int, stop: int) -> None:
-        """Begin with zeros in an extent's pages, behind those of all extents so far."""
+        """Add the pages of an extent, which hold zeros and lie behind all extents so far."""
         if start < stop:
             num_segments = (stop - 1) // SEGMENT_BYTES - start // SEGMENT_BYTES + 1
             self._sums.append(np.zeros(num_segments, np.uint64))
@@ -51,17 +51,17 @@ class Sums:
             self._starts.append(start)
 
     def segment(self, at: int) -> Segment:
-        """The one that holds this byte."""
+        """Return the segment that holds the byte ``at``."""
         extent = self._extent(at)
         start = at - at % SEGMENT_BYTES
         return Segment(max(start, self._starts[extent]), min(start + SEGMENT_BYTES, self._stops[extent]))
 
     def note(self, start: int, memory: memoryview) -> None:
-        """Whole segments of one extent, from ``start`` on, are going to hold these bytes."""
+        """Set the sums of whole segments of one extent, from ``start`` on, which are about to hold these bytes."""
         self._known(start, memory.nbytes)[:] = _sums_of(start, memory)
 
     def wrong(self, start: int, memory: memoryview) -> Segment | None:
-        """The first of these segments that does not hold what was noted."""
+        """Return the first of these segments whose sum differs from the one noted; None if there is none."""
         (where,) = np.nonzero(self._known(start, memory.nbytes) != _sums_of(start, memory))
         if not len(where):
             return None
@@ -87,7 +87,7 @@ def _sums_of(start: int, memory: memoryview) -> _Numbers:
 
 
 def _weighted(words: _Numbers, first: int, length: int) -> _Numbers:
-    """A sum for each ``length`` words, which begin at word ``first`` of their segments."""
+    """Return a sum for each run of ``length`` words; each run begins at word ``first`` of its segment."""
     if not len(words):
         return words
     result: _Numbers = np.einsum("ij,j->i", words.reshape(-1, length), _WEIGHTS[first : first + length])

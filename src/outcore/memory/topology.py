@@ -1,6 +1,6 @@
 """The cores that this process may use, and which of them share a memory controller.
 
-What the kernel writes is not taken for granted: containers and sandboxes show parts of it, or something else.
+The kernel's files are not trusted: containers and sandboxes may show only parts of them, or other contents.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import final
 from outcore.memory.limits import cpu_quota
 
 _ROOT = Path("/")
-_MOST = 2**16  # CPUs, and nodes, of the largest machine that a kernel can be built for, and then some
+_MOST = 2**16  # more CPUs, and more nodes, than a kernel can be built for
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Cores that are near to the same memory (a NUMA node)."""
+    """Cores near the same memory (a NUMA node)."""
 
     cpus: frozenset[int]
-    """What the kernel calls a CPU, so each hyper-thread; only those that this process may use."""
+    """CPUs as the kernel counts them, so each hyper-thread; only those that this process may use."""
     num_cores: int
-    """Cores that they are threads of: what is bound by memory gains nothing from a core's second thread."""
+    """Number of cores that these CPUs are threads of. Memory-bound work gains nothing from a core's second thread."""
 
 
 @final
@@ -34,19 +34,19 @@ class Topology:
     """Cores by node."""
 
     nodes: tuple[Node, ...]
-    """At least one; just one where the machine does not say."""
+    """NUMA nodes, at least one; exactly one if the machine does not report them."""
     quota: int | None
-    """Cores that control groups let this process keep busy; None: all."""
+    """Number of cores that control groups let this process keep busy; None: all."""
 
     @property
     def num_cores(self) -> int:
-        """Cores that this process may keep busy; at least 1."""
+        """Number of cores that this process may keep busy; at least 1."""
         cores = sum(node.num_cores for node in self.nodes)
         return max(1, cores if self.quota is None else min(cores, self.quota))
 
 
 def read_topology(root: Path = _ROOT) -> Topology:
-    """Look at affinity, control groups and ``/sys``.
+    """Read the topology from the process's affinity, its control groups and ``/sys``.
 
     Args:
         root: Folder in place of ``/`` (tests put faked ``proc`` and ``sys`` below it).
@@ -60,7 +60,7 @@ def read_topology(root: Path = _ROOT) -> Topology:
 
 
 def processor_name(root: Path = _ROOT) -> str:
-    """What the processor calls itself; where it does not, its architecture.
+    """Return the processor's model name, or its architecture if the kernel gives no name.
 
     Args:
         root: Folder in place of ``/``.
@@ -70,9 +70,9 @@ def processor_name(root: Path = _ROOT) -> str:
 
 
 def memory_nodes(root: Path = _ROOT) -> tuple[int, ...]:
-    """Numbers of the NUMA nodes whose memory this process may use and which are near to cores that it may use.
+    """Numbers of the NUMA nodes whose memory this process may use, and which have cores that it may use.
 
-    Nodes without cores are left out: they are slower memory, or that of an accelerator.
+    Nodes without cores are left out: they are slower memory, or memory of an accelerator.
 
     Args:
         root: Folder in place of ``/``.
@@ -85,21 +85,21 @@ def memory_nodes(root: Path = _ROOT) -> tuple[int, ...]:
 
 
 def _nodes(root: Path) -> dict[int, frozenset[int]]:
-    """CPUs by number of the node, in ascending order."""
+    """CPUs by node number, in ascending order."""
     folders = (root / "sys/devices/system/node").glob("node*")
     found = {int(m[1]): path for path in folders if (m := re.fullmatch(r"node([0-9]{1,5})", path.name))}
     return {number: _numbers(_text(found[number] / "cpulist")) for number in sorted(found)}
 
 
 def _core(root: Path, cpu: int) -> frozenset[int]:
-    """All threads of a CPU's core; the CPU alone where the machine does not say."""
+    """All threads of a CPU's core; the CPU alone if the machine does not report them."""
     folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     siblings = _text(folder / "core_cpus_list") or _text(folder / "thread_siblings_list")  # the second is the old name
     return _numbers(siblings) or frozenset({cpu})
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """The kernel's way to write a set of CPUs or nodes: ``0-3,8-11``; empty if it is anything else."""
+    """Parse a set of CPUs or nodes as the kernel writes it: ``0-3,8-11``. Empty for any other text."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         span = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)

@@ -1,6 +1,7 @@
-"""The update of a piece of a parameter: which optimizers, their kernels, and the blocks in which these run.
+"""The update of a piece of a parameter: the supported optimizers, their kernels, and the blocks in which they run.
 
-``Rule`` is the base of optimizers of your own, ``Lion`` is one, and ``check`` tries one. Knows no tier.
+``Rule`` is the base class for optimizers of your own, ``Lion`` is one of them, and ``check`` tests one. This package
+knows nothing of tiers.
 """
 
 from outcore.optim.checking import check

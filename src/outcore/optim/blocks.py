@@ -1,14 +1,14 @@
-"""The blocked update: the fused kernels applied in blocks that stay in cache, so that memory sees each byte once.
+"""The blocked update: fused kernels run on blocks that stay in cache, so that each byte passes through memory once.
 
-[Note: blocks] Inside the fused kernels a vector body handles full vectors and a scalar tail the rest, and the two
-round differently. So a block starts at a multiple of 64 elements from its parameter's start, and ends at one or at the
-parameter's end. Every element then meets the same of the two as in a step over the whole parameter. Neither the block
-size, nor the number of workers, nor the place in memory matters.
+[Note: blocks] Inside a fused kernel, a vector body handles full vectors and a scalar tail the rest, and the two round
+differently. So a block starts at a multiple of 64 elements from its parameter's start, and ends at such a multiple or
+at the parameter's end. Every element is then handled by the same of the two as in a step over the whole parameter.
+Neither the block size, nor the number of workers, nor the place in memory changes the bits.
 
-[Note: interpreter lock] Every call of torch lets go of the interpreter lock and takes it again. A worker that finds it
-taken sleeps until it is woken, which takes longer than the call. So the views of all blocks of a parameter are made by
-one call per tensor, and two calls are left per block of a fused kernel: the kernel itself, and what copies its weights
-and casts the next block's gradient.
+[Note: interpreter lock] Every call of torch releases the interpreter lock and takes it again. A worker that finds it
+taken sleeps until it is woken, which takes longer than the call. So one call per tensor makes the views of all blocks
+of a parameter. Each block of a fused kernel then needs only two more calls: the kernel itself, and a copy that copies
+its weights and casts the next block's gradient.
 """
 
 from __future__ import annotations
@@ -34,58 +34,58 @@ CUT_NUMEL = 64
 
 
 @final
-@dataclass(kw_only=True, slots=True, eq=False)  # not frozen: each block is one, and that would take four times as long
+@dataclass(kw_only=True, slots=True, eq=False)  # not frozen, which would make a Piece, hence a block, take 4x as long
 class Piece:
-    """One parameter to update, or a part of one cut at multiples of ``CUT_NUMEL`` elements. All tensors are 1D."""
+    """One parameter to update, or a part of one, cut at multiples of ``cut_numel`` elements. All tensors are 1D."""
 
     target: Tensor
-    """What the rule updates, in the update dtype: master weights, or the weights where there is no master. The weights,
-    too, where the master is compact: they are its upper half."""
+    """The tensor that the rule updates, in the update dtype: master weights, or the weights if there is no master. If
+    the master is compact, these are the bf16 weights, which are its upper half."""
     grad: Tensor | None
-    """Gradient in the update dtype or in the dtype in which autograd made it; only read. None needs ``zero``."""
+    """Gradient in the update dtype or in the dtype in which autograd made it; only read. May be None with ``zero``."""
     states: Mapping[str, Tensor]
-    """At least those that ``hyper`` needs; updated in place. Numbers (below) have one element."""
+    """At least the states that ``hyper`` needs; updated in place. Those in ``numbers`` have one element."""
     weights: Tensor | None
-    """Receives ``target`` in its own dtype; None if ``target`` is the weights."""
+    """Receives ``target``, cast to the dtype of the weights; None if ``target`` is the weights."""
     step: int
     """Number of this update of the parameter, from 1."""
     hyper: Hyper
     factors: tuple[Tensor, ...] = ()
-    """0-dim tensors that the gradient is multiplied by, one after the other, after it was cast to the update dtype."""
+    """0-dim tensors by which the gradient is multiplied, one after the other, after its cast to the update dtype."""
     zero: bool = False
-    """The gradient was zeroed before the factors came; ``grad`` is not read."""
+    """Whether the gradient was zeroed before the factors apply; ``grad`` is then not read."""
     old_target: Tensor | None = None
-    """Out of place: what ``target`` is before the update."""
+    """For an update out of place: the value of ``target`` before the update."""
     old_states: Mapping[str, Tensor] = field(default_factory=dict)
-    """Out of place: what ``states`` are before the update."""
+    """For an update out of place: the values of ``states`` before the update."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """States that are one number, as they are before the update: all parts of a parameter read the same."""
+    """Values, before the update, of states that are single numbers: all parts of a parameter read the same value."""
     likes: Mapping[str, Tensor] = field(default_factory=dict)
-    """Meta tensors of the shape and strides that the rule is to see: of the parameter ("") and of states with a shape
-    of their own. For what is updated as a whole."""
+    """For parameters updated as a whole: meta tensors with the shapes and strides for the rule, of the parameter ("")
+    and of states with their own shape."""
 
     codes: Codes | None = None
     """How states are stored; None: as they are updated."""
     start: int = 0
-    """First element of the parameter here."""
+    """Index of the piece's first element in the parameter."""
 
     @property
     def cut_numel(self) -> int:
-        """Cuts are at multiples of it."""
+        """Number of elements at whose multiples the piece may be cut."""
         return CUT_NUMEL if self.codes is None else max(CUT_NUMEL, self.codes.shared_numel)
 
     @property
     def update_dtype(self) -> torch.dtype:
-        """In which the rule updates."""
+        """Dtype in which the rule updates."""
         return self.target.dtype if self.codes is None else torch.float32
 
     @property
     def is_whole(self) -> bool:
-        """Whether it must not be cut."""
+        """Whether the piece must not be cut."""
         return isinstance(self.hyper, RuleHyper) and self.hyper.rule.is_whole
 
     def parts(self, numels: Sequence[int]) -> Iterator[Piece]:
-        """Cut the whole into parts of so many elements, one behind the other. See [Note: interpreter lock]."""
+        """Cut the piece into consecutive parts with these numbers of elements. See [Note: interpreter lock]."""
         if len(numels) == 1:
             yield self
             return
@@ -126,28 +126,29 @@ class Piece:
 
 
 class StoppedError(Exception):
-    """An update was stopped between two blocks: some parameters are updated, some are not."""
+    """An update was stopped between two blocks: a part of the parameters is updated, the rest is not."""
 
 
 def update_blocks(pieces: Iterable[Piece], scratch: Tensor, is_stopped: Callable[[], bool] = lambda: False) -> None:
-    """Update every piece, in blocks as large as the scratch.
+    """Update every piece, in blocks that fit the scratch.
 
-    Bit for bit one step of ``torch.optim`` with ``fused=True``, or of the rule, over whole parameters whose gradient is
-    ``grad.to(update dtype)`` times the factors, then ``weights.copy_(target)``. See [Note: blocks].
+    The result is bit for bit that of one step of ``torch.optim`` with ``fused=True``, or of the rule, over whole
+    parameters whose gradient is ``grad.to(update dtype)`` times the factors, then ``weights.copy_(target)``. See
+    [Note: blocks].
 
     Args:
-        pieces: Any devices and dtypes that the scratch serves; different pieces may have different settings.
+        pieces: Pieces on the scratch's device, in any dtypes; different pieces may have different settings.
         scratch: 1D uint8 on the device of the pieces, aligned to 256 bytes: holds the gradients of one block. On the
-            CPU it should fit in a core's share of the cache, beside what streams through; on an accelerator larger is
-            faster.
-        is_stopped: Asked before each block.
+            CPU it should fit in a core's share of the cache, beside the data that streams through. On an accelerator
+            larger is faster.
+        is_stopped: Called before each block.
 
     Raises:
-        StoppedError: It said yes.
+        StoppedError: ``is_stopped`` returned True.
     """
     with torch.no_grad():
         for (hyper, dtype, _, formats), group in _alike(pieces).items():
-            # A rule makes tensors of the size of a block, and all of them should fit where the scratch does.
+            # A rule makes tensors of the size of a block; together they should be no larger than the scratch.
             cut, lanes, cannot_be_cut = group[0].cut_numel, 1 + len(formats), group[0].is_whole
             cuts = scratch.numel() // (dtype.itemsize * cut * lanes)
             if isinstance(hyper, RuleHyper) or formats:
@@ -168,7 +169,7 @@ _Alike = tuple[Hyper, torch.dtype, bool, tuple[tuple[str, str], ...]]
 
 
 def _alike(pieces: Iterable[Piece]) -> dict[_Alike, list[Piece]]:
-    """Pieces that one kernel call can take: same settings, same dtype, states stored in the same way."""
+    """Group pieces that one kernel call can take: same settings, same dtype, states stored in the same way."""
     alike: dict[_Alike, list[Piece]] = {}
     for piece in pieces:
         first = isinstance(piece.hyper, SgdHyper) and piece.step == 1
@@ -178,7 +179,7 @@ def _alike(pieces: Iterable[Piece]) -> dict[_Alike, list[Piece]]:
 
 
 def _filled(pieces: Sequence[Piece], block_numel: int) -> Iterator[list[Piece]]:
-    """Blocks for one kernel call each: as many as fill the scratch."""
+    """Yield lists of blocks that together fill the scratch, each list for one kernel call."""
     if not block_numel:
         raise AssertionError(f"the scratch of an update holds less than {CUT_NUMEL} elements")
     batch: list[Piece] = []
@@ -195,7 +196,7 @@ def _filled(pieces: Sequence[Piece], block_numel: int) -> Iterator[list[Piece]]:
 
 
 def _sizes(numel: int, first: int, following: int) -> list[int]:
-    """``numel`` as a sum: at most ``first``, then as many ``following`` as it takes, then the rest."""
+    """Split ``numel`` into a sum: at most ``first``, then ``following`` as often as it fits, then the rest."""
     if numel <= first:
         return [numel] if numel else []
     whole, rest = divmod(numel - first, following)
@@ -203,10 +204,10 @@ def _sizes(numel: int, first: int, following: int) -> list[int]:
 
 
 def _stream(piece: Piece, hyper: FusedHyper, room: Tensor, step: Stepper, is_stopped: Callable[[], bool]) -> bool:
-    """Update a piece of several blocks as ``_update`` does, with two calls of torch per block and little between them.
+    """Update a piece of several blocks like ``_update``, but with two calls of torch per block and little between them.
 
     Returns:
-        Whether it was such a piece, in host memory and in place.
+        Whether it did: only for a piece of several blocks, in host memory, updated in place.
     """
     numel = room.numel()
     is_in_place = piece.old_target is None and not piece.old_states
@@ -218,7 +219,7 @@ def _stream(piece: Piece, hyper: FusedHyper, room: Tensor, step: Stepper, is_sto
     ]
     is_cast = not piece.zero and piece.grad is not None and piece.grad.dtype != room.dtype
     one = FusedStep(hyper=hyper, targets=[room], grads=[room], states=[()], steps=[piece.step])
-    copies: tuple[list[Tensor], list[Tensor]] = [], []  # weights of the last block go with this one's gradient
+    copies: tuple[list[Tensor], list[Tensor]] = [], []  # the last block's weights, and this block's gradient
     for target, grad, to, *held in zip(targets, grads, weights, *states, strict=False):
         there = room if target.numel() == numel else room[: target.numel()]
         if is_cast:
@@ -239,22 +240,22 @@ def _stream(piece: Piece, hyper: FusedHyper, room: Tensor, step: Stepper, is_sto
 
 
 def _update(blocks: list[Piece], lanes: Sequence[Tensor], step: Stepper | None) -> None:
-    """One kernel call, and the casts around it.
+    """Do one kernel call, and the casts around it.
 
     Args:
-        blocks: Alike.
-        lanes: Scratch of the dtype of the update: a row for gradients, and one for each state that is coded.
-        step: The fused kernel; of rules None.
+        blocks: Blocks of one group of ``_alike``.
+        lanes: Scratch in the update dtype: a row for gradients, and one for each coded state.
+        step: The fused kernel; None for rules.
     """
     hyper = blocks[0].hyper
-    for block in blocks:  # out of place: the new bytes of a block are in cache when the kernel comes to them
+    for block in blocks:  # out of place: copying here leaves the block's new bytes in cache for the kernel
         if block.old_target is not None:
             block.target.copy_(block.old_target)
         for name, old in block.old_states.items():
             block.states[name].copy_(old)
     coded = [] if blocks[0].codes is None else list(_rooms(blocks, lanes))
     held = [_decoded(*each, lanes[0]) for each in coded] or [(block.target, block.states) for block in blocks]
-    grads = _gradients(blocks, lanes[0])  # last: what decodes uses their scratch
+    grads = _gradients(blocks, lanes[0])  # after decoding, which uses the gradients' scratch
     if isinstance(hyper, RuleHyper):
         for block, grad, (target, states) in zip(blocks, grads, held, strict=True):
             _follow(hyper, block, target, grad, states)
@@ -284,7 +285,7 @@ def _gradients(blocks: Sequence[Piece], scratch: Tensor) -> list[Tensor]:
 
 
 def _rooms(blocks: Sequence[Piece], lanes: Sequence[Tensor]) -> Iterator[tuple[Piece, Codes, dict[str, Tensor]]]:
-    """The scratch of every coded state of every block."""
+    """Yield, for each block, its codes and the scratch of each coded state."""
     start = 0
     for block in blocks:
         if block.codes is None:
@@ -301,7 +302,7 @@ def _rooms(blocks: Sequence[Piece], lanes: Sequence[Tensor]) -> Iterator[tuple[P
 def _decoded(
     block: Piece, codes: Codes, rooms: Mapping[str, Tensor], spare: Tensor
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """What the rule updates: target and states. Args: spare: Of a block that may be cut; overwritten."""
+    """Return the decoded target and states, for the rule. Args: spare: Scratch, overwritten; not for whole blocks."""
     opened, states = dict[str, Tensor](), block.states
     for name, room in rooms.items():
         if name == "master":
@@ -322,7 +323,7 @@ def _encode(block: Piece, codes: Codes, rooms: Mapping[str, Tensor]) -> None:
 
 
 def _follow(hyper: RuleHyper, block: Piece, target: Tensor, grad: Tensor, held: Mapping[str, Tensor]) -> None:
-    """The rule's own function."""
+    """Update a block by the rule's own function."""
     numbers = {name: _number(value, block.states[name].dtype) for name, value in block.numbers.items()}
     states = {name: numbers[name] if name in numbers else t for name, t in held.items()}
     if block.is_whole:
@@ -344,13 +345,13 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
 def numbers_after(
     hyper: Hyper, numbers: Mapping[str, float], dtypes: Mapping[str, torch.dtype], step: int
 ) -> dict[str, float]:
-    """What the numbers of a parameter are after a step: asked of the rule, with a weight of no elements.
+    """Return the numbers of a parameter after a step, by running the rule on a weight without elements.
 
     Args:
-        hyper: Settings.
-        numbers: Before the step.
-        dtypes: Of the parameter ("") and all its states, as they are updated.
-        step: Of the parameter, from 1.
+        hyper: Settings of the step.
+        numbers: Numbers before the step.
+        dtypes: Dtypes of the parameter ("") and all its states, as they are updated.
+        step: Number of this step of the parameter, from 1.
     """
     if not numbers or not isinstance(hyper, RuleHyper):
         return dict(numbers)
@@ -367,14 +368,14 @@ def _needs_room(block: Piece) -> bool:
 
 
 def _gradient(piece: Piece, grad: Tensor | None, room: Tensor) -> Tensor:
-    """A part of the gradient as the kernel takes it: itself if it can be read in place, else in ``room``."""
+    """Return a part of the gradient for the kernel: the part itself if it can be read in place, else ``room``."""
     factors = piece.factors
     if piece.zero:
         room.zero_()
     elif grad is None:
         raise AssertionError("a piece without gradient must be marked zero")
     elif grad is room:
-        pass  # it is there
+        pass  # the gradient is already in the scratch
     elif grad.dtype != room.dtype:
         room.copy_(grad)
     elif factors:
@@ -388,9 +389,9 @@ def _gradient(piece: Piece, grad: Tensor | None, room: Tensor) -> Tensor:
 
 
 def split(pieces: Sequence[Piece], num_shares: int) -> list[list[Piece]]:
-    """Cut work into shares of equal numbers of elements, in order; the same cut for the same pieces.
+    """Cut pieces into shares of equal numbers of elements, in order. The same pieces are always cut in the same way.
 
-    A parameter may be cut at multiples of its ``cut_numel``. Shares may be empty where there is too little work.
+    A piece may be cut at multiples of its ``cut_numel``. Shares are empty if there is too little work.
     """
     total = sum(piece.target.numel() for piece in pieces)
     ends = [-(-total * (i + 1) // num_shares) for i in range(num_shares)]

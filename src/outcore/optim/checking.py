@@ -1,4 +1,4 @@
-"""A test kit for rules: is one what it says, so that every plan gives the bits of its own plain step?"""
+"""A test kit for rules: checks what a rule declares, so that every plan gives the bits of the rule's plain step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRANSPOSED = ((33, 7), (7, 33), (67, 70))
 _CUTS = (64, 192, 4096)
 _STEPS = 3
 _LEAST_BYTES = 8192
-"""Of a weight, so that numbers beside it do not count."""
+"""Least size of a weight at which temporaries are checked, so that single numbers do not matter."""
 _EXPECTED = "optim.check: expected"
 
 
@@ -33,16 +33,18 @@ def check(
     dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16),
     device: torch.device | str = "cpu",
 ) -> None:
-    """Compare a rule in pieces with its own step over whole parameters, bit for bit, and look at what it may not do.
+    """Compare a rule in pieces with its own step over whole parameters, bit for bit.
+
+    Also checks that it only reads the gradient, and that its tensors take no more memory than ``temporaries`` declares.
 
     Args:
         make: Builds the optimizer over parameters.
-        shapes: Of parameters to try.
-        dtypes: In which parameters are updated.
-        device: Where.
+        shapes: Shapes of parameters to try.
+        dtypes: Dtypes in which parameters are updated.
+        device: Device of the parameters.
 
     Raises:
-        ConfigError: What is wrong, with the shape and the dtype.
+        ConfigError: The rule fails a check; the message says which, with the shape and the dtype.
     """
     for dtype in dtypes:
         for shape in shapes:
@@ -69,7 +71,7 @@ def _compare(
         return made.t().contiguous().t() if is_transposed else made
 
     def flat(tensor: Tensor) -> Tensor:
-        """As it lies in memory."""
+        """Flatten a tensor in memory order."""
         return (tensor.t() if is_transposed and tensor.shape == shape else tensor).reshape(-1)
 
     plain, param = _plain(make, values(0))
@@ -120,7 +122,7 @@ def _plain(make: Callable[[list[torch.nn.Parameter]], Rule], value: Tensor) -> t
 
 
 class _Made(TorchDispatchMode):
-    """The most bytes that tensors take at a time which a block of code makes and drops."""
+    """Measures the peak bytes of all tensors that a block of code makes."""
 
     def __init__(self) -> None:
         super().__init__()

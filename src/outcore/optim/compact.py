@@ -1,15 +1,15 @@
-"""Compact masters: an fp32 number as its rounding to bf16, which the weight is anyway, and its lower half.
+"""Compact masters: an fp32 number stored as its rounding to bf16, which is the weight itself, and its lower half.
 
-[Note: compact masters] The weight is the upper half of the master, or one more where the lower half rounds up. So the
-lower half, read as a signed number and added to the weight's bits, gives the master back. That would be all if there
-were no ties: an even weight is the rounding of 65,537 numbers, of which the one that was rounded down at a tie (lower
-half 0x8000) would read like the one that was rounded up. It gets a lower half of its own: one that no other element of
-its row of 128 has. There always is one, since there are more numbers than elements, so nothing can overflow. The row's
-*code* says which.
+[Note: compact masters] The weight is the upper half of the master, or one more if the lower half rounds up. So the
+lower half, read as a signed number and added to the weight's bits, gives the master back. Only ties need more: an even
+weight is the rounding of 65,537 numbers. The one rounded down at a tie (lower half 0x8000) would read like the one
+rounded up at a tie. It therefore gets a special lower half: one that no other element of its row of 128 has. There
+always is one, since there are more such numbers than elements in a row, so nothing can overflow. The row's *code* says
+which number it is.
 
-The weight of a NaN is the upper half of its master, and is read as such in rows whose code says so. Of 131,070 of the
-bit patterns of fp32 the upper half would be an infinity: signalling NaNs, which no arithmetic gives. They become quiet,
-as in any arithmetic. All other patterns come back as they were.
+The weight of a NaN is the upper half of its master; the row's code says that the row may have NaNs, which are read this
+way. For 131,070 bit patterns of fp32 the upper half would be an infinity. These are signalling NaNs, which no
+arithmetic returns; they become quiet, as in any arithmetic. All other patterns come back as they were.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torch import Tensor
 from outcore.spec.layout import ROW_NUMEL
 
 PLAIN, HAS_NAN = 255, 254
-"""Codes of rows without ties that were rounded down: without NaNs, and with some."""
+"""Codes of rows without a tie that was rounded down: of rows without NaNs, and of rows with NaNs."""
 _TIE = -32768
 _DEVICE_ROWS = 2**11
-"""Mended at a time on a device, where nobody waits to learn which rows need it."""
+"""Rows corrected at a time on a device. All rows are: to learn which need it, the host would have to wait."""
 
 
 def open_masters(weights: Tensor, lower: Tensor, codes: Tensor, room: Tensor, spare: Tensor | None = None) -> Tensor:
-    """Masters as fp32, at the beginning of ``room``. See [Note: compact masters].
+    """Restore masters as fp32, at the beginning of ``room``; return that part. See [Note: compact masters].
 
     Args:
-        weights: bf16 (1D), from the beginning of a row on.
-        lower: int16, as many.
-        codes: uint8, one for each row.
-        room: fp32, at least as many.
-        spare: fp32, at least as many; overwritten. None: memory is taken for it.
+        weights: bf16 weights (1D), from the beginning of a row on.
+        lower: int16 lower halves, as many as weights.
+        codes: uint8 codes, one for each row.
+        room: fp32, with at least as many elements.
+        spare: fp32, with at least as many elements; overwritten. None: a temporary tensor is made.
     """
     values = room[: weights.numel()].copy_(weights)
     signed = lower if spare is None else spare[: weights.numel()].view(torch.int32).copy_(lower)
@@ -53,12 +53,12 @@ def open_masters(weights: Tensor, lower: Tensor, codes: Tensor, room: Tensor, sp
 
 
 def masters_of(weights: Tensor, lower: Tensor, codes: Tensor) -> Tensor:
-    """The same on the CPU, in a tensor of their own."""
+    """``open_masters`` on the CPU, in a new tensor."""
     return open_masters(weights, lower, codes, torch.empty(weights.numel(), dtype=torch.float32, device="cpu"))
 
 
 def close_masters(room: Tensor, weights: Tensor, lower: Tensor, codes: Tensor) -> None:
-    """Store masters that are at the beginning of ``room``. Args: weights, lower, codes: As above; written."""
+    """Store the masters at the beginning of ``room``. Args: weights, lower, codes: As in ``open_masters``; written."""
     values = room[: weights.numel()]
     weights.copy_(values)
     lower.copy_(values.view(torch.int32))
@@ -87,7 +87,7 @@ def close_masters(room: Tensor, weights: Tensor, lower: Tensor, codes: Tensor) -
 
 
 def closed_masters(values: torch.Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``close_masters`` stores, on the CPU in tensors of their own: weights, lower halves and codes."""
+    """``close_masters`` on the CPU, into new tensors: weights, lower halves and codes."""
     lower = torch.empty(values.numel(), dtype=torch.int16, device="cpu")
     weights = torch.empty(values.numel(), dtype=torch.bfloat16, device="cpu")
     codes = torch.empty(-(-values.numel() // ROW_NUMEL), dtype=torch.uint8, device="cpu")
@@ -97,7 +97,7 @@ def closed_masters(values: torch.Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def _rounds_bits() -> bool:
-    """Whether the CPU rounds subnormal numbers as all others. Some instructions make zeros of them."""
+    """Whether the CPU rounds subnormal numbers like all others. Some instructions turn them into zeros."""
     bits = torch.arange(0, 2**23, 2**23 // 999, dtype=torch.int32, device="cpu")
     return torch.equal(
         bits.view(torch.float32).bfloat16().view(torch.int16).int(), (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
@@ -105,7 +105,7 @@ def _rounds_bits() -> bool:
 
 
 def _rows(elements: Tensor, lower: Tensor, codes: Tensor, *more: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Tensors of elements as rows, and their codes: all whole rows, and what is left behind them."""
+    """Yield tensors of elements as rows, with their codes: first all whole rows, then the rest as a shorter row."""
     numel, whole = elements.numel(), elements.numel() // ROW_NUMEL
     for start, stop, width in ((0, whole * ROW_NUMEL, ROW_NUMEL), (whole * ROW_NUMEL, numel, numel % ROW_NUMEL)):
         if start < stop:
@@ -114,7 +114,7 @@ def _rows(elements: Tensor, lower: Tensor, codes: Tensor, *more: Tensor) -> Iter
 
 
 def _chosen(wanted: Tensor) -> Iterator[Tensor]:
-    """Numbers of the rows that are wanted; on a device, where nobody waits to learn it, of all of them, bit by bit."""
+    """Yield the indices of wanted rows. On a device yield all indices, in parts, instead of waiting for ``wanted``."""
     if wanted.is_cpu:
         rows = wanted.nonzero().squeeze(1)
         if rows.numel():

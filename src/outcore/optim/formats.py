@@ -1,14 +1,15 @@
-"""States in fewer bytes than they are updated in: decoded into fp32 for one block at a time, and encoded again.
+"""States stored in fewer bytes than their update dtype: decoded into fp32 for one block at a time, and encoded again.
 
-[Note: stochastic rounding] A moment in bf16 moves by less than half a step of bf16 most of the time, so rounding to
-nearest would leave it where it is. Here it is rounded up with the probability that makes the mean right. The noise is a
-function of the parameter's name, the element and the step. So it does not depend on the plan, and a run that is resumed
-draws what it would have drawn.
+[Note: stochastic rounding] A moment in bf16 mostly moves by less than half a step of bf16, so rounding to nearest would
+leave it where it is. Here it is rounded up with the probability that makes the mean right. The noise is a function of
+the parameter's name, the element and the step. So it does not depend on the plan, and a resumed run draws the same
+noise as an uninterrupted one.
 
-[Note: 8 bits] Blocks of 256 elements have one scale, the largest magnitude, and each element is the nearest of 256
-numbers between -1 and 1 (of a state that is never negative, between 0 and 1). These are the dynamic maps of
-bitsandbytes (arXiv:2110.02861), so codes and scales are the same as its own. The nearest code is looked up by the upper
-half of a float's bits; within one such step there is at most one boundary between codes, which is compared with.
+[Note: 8 bits] Each block of 256 elements has one scale, its largest magnitude. Each element divided by the scale is
+stored as the nearest of 256 numbers between -1 and 1 (between 0 and 1 if the state is never negative). These numbers
+are the dynamic maps of bitsandbytes (arXiv:2110.02861), so codes and scales are the same as in bitsandbytes. The upper
+half of a float's bits is the index of a table of codes. All floats with the same upper half have at most one boundary
+between codes among them, so one comparison decides.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ from outcore.spec.model import MasterFormat, ParamSpec, StateForm, StateFormat
 FORMATS: tuple[StateFormat, ...] = get_args(StateFormat)
 MASTER_FORMATS: tuple[MasterFormat, ...] = get_args(MasterFormat)
 NOT_TAKEN_OVER = ("params", "master_format")
-"""What a param group keeps when settings are loaded: masters are converted."""
+"""Keys of a param group that loading does not overwrite; masters are converted to the group's ``master_format``."""
 SCALED_NUMEL = 256
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 LEAST_8BIT_NUMEL = 4096
-"""Smaller parameters keep states in fp32, as with bitsandbytes."""
+"""Least number of elements for 8 bits; smaller parameters keep states in fp32, as in bitsandbytes."""
 CODING_BYTES = 24 * 2**20
-"""The most that coding makes besides on a device: noise, and indices of a block."""
+"""Upper bound of the temporary memory of coding on a device: noise, and indices of a block."""
 CODING_COST: Mapping[StateFormat | MasterFormat, float] = {"fp32": 0.0, "bf16": 0.6, "8bit": 3.25, "compact": 1.5}
-"""Time of decoding and encoding a state on the CPU, in times of AdamW's update (``benchmarks/cpu_update.py``)."""
-_PERIOD = 65521  # of noise; prime, so that no row of a matrix gets what the row above gets
+"""Time to decode and encode a state on the CPU, as a multiple of AdamW's update (``benchmarks/cpu_update.py``)."""
+_PERIOD = 65521  # period of the noise: a prime, so that rows of a matrix do not get the noise of the row above
 _CACHED_NUMEL = _PERIOD // 8
-"""For fewer elements noise is made each time."""
+"""Least number of elements for which noise is cached; for fewer it is made each time."""
 
 
 def format_of(group: Mapping[str, object]) -> StateFormat:
-    """What a param group asks for under ``state_format``.
+    """Return the ``state_format`` of a param group.
 
     Raises:
-        ConfigError: Something else than a format.
+        ConfigError: It is not a format.
     """
     found = group.get("state_format", "fp32")
     if found not in FORMATS:
@@ -61,10 +62,10 @@ def format_of(group: Mapping[str, object]) -> StateFormat:
 
 
 def master_format_of(group: Mapping[str, object]) -> MasterFormat:
-    """What a param group asks for under ``master_format``.
+    """Return the ``master_format`` of a param group.
 
     Raises:
-        ConfigError: Something else than a format.
+        ConfigError: It is not a format.
     """
     found = group.get("master_format", "fp32")
     if found not in MASTER_FORMATS:
@@ -76,10 +77,10 @@ def master_format_of(group: Mapping[str, object]) -> MasterFormat:
 
 
 def refuse_other_format(param: ParamSpec, group: Mapping[str, object]) -> None:
-    """Raise if a group asks for another format than its parameter was given memory for.
+    """Refuse a group whose format differs from the one for which its parameter has memory.
 
     Raises:
-        UnsupportedError: It does.
+        UnsupportedError: The formats differ.
     """
     has_fp32_masters = (param.dtype, param.update_dtype) == ("bfloat16", "float32")
     if (master_format_of(group) if has_fp32_masters else "fp32") != param.master_format:
@@ -99,7 +100,14 @@ def refuse_other_format(param: ParamSpec, group: Mapping[str, object]) -> None:
 
 
 def coded(form: StateForm, numel: int, dtype: str, chosen: StateFormat) -> tuple[StateForm, ...]:
-    """How a state of so many elements is stored; those of another shape or dtype than the update's stay as they are."""
+    """Return the stored forms of a state. States whose shape or dtype differs from the parameter's stay as they are.
+
+    Args:
+        form: The state as the update sees it.
+        numel: Number of elements of the parameter.
+        dtype: Dtype in which the parameter is updated.
+        chosen: The group's ``state_format``.
+    """
     is_small = chosen == "8bit" and numel < LEAST_8BIT_NUMEL
     if chosen == "fp32" or is_small or form.shape is not None or form.dtype != dtype:
         return (form,)
@@ -113,26 +121,31 @@ class Codes(NamedTuple):
     """How the states of a piece are stored."""
 
     formats: Mapping[str, StateFormat | MasterFormat]
-    """By the name of a state that is coded, the master among them."""
+    """Formats by name of the coded state; a compact master is one of them."""
     seed: int
-    """Of the noise."""
+    """Seed of the noise."""
     unsigned: frozenset[str] = frozenset()
-    """States that are never negative."""
+    """Names of states that are never negative."""
 
     @property
     def shared_numel(self) -> int:
-        """Cuts must keep to multiples of it: so many elements share a number."""
+        """Number of elements that share a scale or a code. Cuts must be at its multiples."""
         return max(self.elements_of(name) for name in ("", CODES, *(name + SCALE for name in self.formats)))
 
     def elements_of(self, name: str) -> int:
-        """How many elements of a parameter share an element of a state: a scale, or a code."""
+        """Number of elements of a parameter that share one element (a scale, or a code) of a state."""
         if self.formats.get(name.removesuffix(SCALE)) == "8bit" and name.endswith(SCALE):
             return SCALED_NUMEL
         return ROW_NUMEL if name == CODES and "master" in self.formats else 1
 
 
 def codes_of(forms: Iterable[StateForm | None], name: str) -> Codes | None:
-    """How the states of a parameter are stored; None: as they are updated. Args: forms: All. name: Of it."""
+    """Return how the states of a parameter are stored; None if none is coded.
+
+    Args:
+        forms: All states of the parameter.
+        name: Name of the parameter.
+    """
     stored = [form for form in forms if form is not None and form.format != "fp32"]
     if not stored:
         return None
@@ -142,7 +155,7 @@ def codes_of(forms: Iterable[StateForm | None], name: str) -> Codes | None:
 
 
 def updated_in(param: ParamSpec) -> dict[str, str]:
-    """Dtypes of a parameter ("") and of its states when they are decoded."""
+    """Return the dtypes of a parameter ("") and of its decoded states, as its update sees them."""
     codes = codes_of(param.states or (), param.name)
     forms = [form for form in param.states or () if codes is None or codes.elements_of(form.name) == 1]
     states = {form.name: form.dtype if form.format == "fp32" else param.update_dtype for form in forms}
@@ -150,7 +163,7 @@ def updated_in(param: ParamSpec) -> dict[str, str]:
 
 
 def decode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor) -> Tensor:
-    """A state as fp32, at the beginning of ``room``."""
+    """Decode a state into fp32, at the beginning of ``room``; return that part of ``room``."""
     stored = states[name]
     values = room[: stored.numel()]
     if codes.formats[name] == "bf16":
@@ -163,21 +176,21 @@ def decode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor) 
 
 
 def encode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor, start: int, step: int) -> None:
-    """Store what ``decode`` gave, with what an update made of it.
+    """Store a state that ``decode`` returned and an update changed.
 
     Args:
-        name: Of the state.
-        states: Where it is stored.
-        codes: How.
-        room: As for ``decode``; overwritten.
-        start: First element of the parameter in the piece.
-        step: Of the parameter.
+        name: Name of the state.
+        states: Stored states, to be written.
+        codes: How states are stored.
+        room: The decoded state, as for ``decode``; overwritten.
+        start: Index of the piece's first element in the parameter.
+        step: Number of this step of the parameter.
     """
     stored = states[name]
     if codes.formats[name] == "bf16":
-        room[: stored.numel()].nan_to_num_(math.nan, math.inf, -math.inf)  # one NaN, which noise leaves one
+        room[: stored.numel()].nan_to_num_(math.nan, math.inf, -math.inf)  # torch's NaN, which stays one with noise
         bits = room[: stored.numel()].view(torch.int32)
-        place = (start + codes.seed + sum(name.encode())) % _PERIOD  # states of one element draw apart
+        place = (start + codes.seed + sum(name.encode())) % _PERIOD  # so that two states of an element draw differently
         _add_noise(bits, codes.seed, step, place)
         bits.bitwise_and_(-65536)
         stored.copy_(room[: stored.numel()])
@@ -195,7 +208,7 @@ def encode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor, 
 
 
 def _add_noise(bits: Tensor, seed: int, step: int, place: int) -> None:
-    """Add numbers from 0 to 65535, from a place on, with a period."""
+    """Add noise from 0 to 65535, which repeats with ``_PERIOD``. Args: place: Where in the period the noise begins."""
     numel = bits.numel()
     if numel < _CACHED_NUMEL:
         bits.add_(_hashed(seed, step, range(place, place + numel), bits.device))
@@ -206,19 +219,19 @@ def _add_noise(bits: Tensor, seed: int, step: int, place: int) -> None:
     bits[count * _PERIOD :].add_(period[: numel % _PERIOD])
 
 
-# Blocks of a parameter share it. On a device it would have to be ordered behind its making.
+# Blocks of a parameter share the noise. Not cached on a device, where readers would have to wait until it is written.
 @lru_cache(maxsize=NOISE_BYTES // (2 * _PERIOD * 4))
 def _period_on_host(seed: int, step: int) -> Tensor:
     return _period(seed, step, torch.device("cpu"))
 
 
 def forget_noise() -> None:
-    """Give the memory back that blocks shared."""
+    """Free the cached noise."""
     _period_on_host.cache_clear()
 
 
 def _period(seed: int, step: int, device: torch.device) -> Tensor:
-    """Two periods."""
+    """Two periods of noise, so that a whole period can begin at any place."""
     return _hashed(seed, step, range(_PERIOD), device).repeat(2)
 
 
@@ -234,7 +247,7 @@ def _hashed(seed: int, step: int, places: range, device: torch.device) -> Tensor
 
 @lru_cache(maxsize=2)
 def _dynamic_map(*, is_signed: bool) -> Tensor:
-    """256 numbers in order: seven decades, of which each has twice as many as the one below it."""
+    """256 numbers in ascending order, in seven decades. Each decade has twice as many as the decade below it."""
     found = [0.0, 1.0]
     for i in range(7):
         number = 2**i if is_signed else 2 ** (i + 1)
@@ -251,7 +264,7 @@ def _map(is_unsigned: bool, device: torch.device) -> Tensor:  # noqa: FBT001
 
 
 def _settled(table: Tensor, device: torch.device) -> Tensor:
-    """On a device, where any stream may read it."""
+    """Copy a table to a device, and wait, so that any stream may read it."""
     made = table.to(device)
     made.cpu()  # waits for the copy
     return made
@@ -259,10 +272,14 @@ def _settled(table: Tensor, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _nearest(is_unsigned: bool, device: torch.device) -> tuple[Tensor, Tensor]:  # noqa: FBT001
-    """By the upper half of a float's bits: the code of the least value, and the value above which it is the next."""
+    """Return two tables by the upper half of a float's bits.
+
+    The first has the code of the least float with this upper half, the second the float above which the next code is
+    nearer.
+    """
     codes = _dynamic_map(is_signed=not is_unsigned)
     boundaries = (codes[:-1] + codes[1:]) / 2
-    for _ in range(4):  # the last value for which the lower code is as near, in the arithmetic of floats
+    for _ in range(4):  # find the last float for which the lower code is at least as near, in float arithmetic
         after = torch.nextafter(boundaries, torch.ones_like(boundaries))
         boundaries = torch.where(codes[1:] - after < after - codes[:-1], boundaries, after)
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""Several optimizers over the parameters of one model, as one."""
+"""Several optimizers over the parameters of one model, joined into one optimizer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HOOKS = tuple(
         "load_state_dict_post",
     )
 )
-"""Where an optimizer has its hooks."""
+"""Attributes in which an optimizer keeps its hooks."""
 
 
 class _Hooks(OrderedDict[int, Any]):
-    """Hooks of its own, then those that others have when somebody asks."""
+    """Own hooks, followed by the hooks that the members have at the time of the call."""
 
     def __init__(self, others: Iterable[OrderedDict[int, Any]]) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class _Hooks(OrderedDict[int, Any]):
 
 
 class Joined(torch.optim.Optimizer):
-    """Has the param groups of its members, in order, their states and hooks; no parameter may be in two of them.
+    """An optimizer with the param groups of its members, in order, and with their states and hooks.
 
-    Its defaults are the settings that all members have.
+    No parameter may be in two members. Its defaults are the settings that all members have.
     """
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
-        """Args: members: They keep their groups and states."""
+        """Args: members: Optimizers, which keep their groups and states."""
         self.members = tuple(members)
         groups = [group for member in members for group in member.param_groups]
         params = [param for group in groups for param in group["params"]]
@@ -65,15 +65,16 @@ class Joined(torch.optim.Optimizer):
             setattr(self, name, _Hooks(getattr(member, name) for member in members))
 
     def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:
-        """Never called: what ``prepare`` returns steps."""
+        """Never called: the optimizer that ``prepare`` returns does the steps."""
         raise NotImplementedError
 
 
 def as_one(optimizer: Any) -> Any:
-    """A list of optimizers as one; anything else as it is.
+    """Join a list of optimizers into one; return anything else as it is.
 
     Raises:
-        ConfigError: An empty list, something in it that is no optimizer, or two with the same parameter.
+        ConfigError: The list is empty, contains something that is not an optimizer, or has two optimizers with the same
+            parameter.
     """
     if not isinstance(optimizer, list | tuple):
         return optimizer
@@ -87,5 +88,5 @@ def as_one(optimizer: Any) -> Any:
 
 
 def members(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """What it was made of."""
+    """Return the optimizers that an optimizer was joined from, or the optimizer itself."""
     return optimizer.members if isinstance(optimizer, Joined) else (optimizer,)

@@ -1,9 +1,10 @@
-"""The only file that calls torch's private kernels: the fused optimizer steps, and the norms that clipping takes.
+"""The only file that calls torch's private kernels: the fused optimizer steps, and the norms for clipping.
 
-[Note: first use] At first use per device type and dtype a kernel is compared with public torch, bit for bit. Where the
-private name is missing, changed or gives other bits, one warning is given and the public way is taken from then on:
-slower, same results. Where ``torch.optim`` itself trains wrongly with ``fused=True`` (torch 2.11 to 2.13 skip most of
-every bf16 parameter in SGD on the CPU, pytorch issue 191763), it is used with ``fused=False``, and the warning says so.
+[Note: first use] At its first use per device type and dtype, a kernel is compared with public torch, bit for bit. If
+the private name is missing or changed, or gives other bits, outcore warns once and uses the public function from then
+on: it is slower, with the same results. If ``torch.optim`` itself trains wrongly with ``fused=True``, it is used with
+``fused=False``, and the warning says so. (In torch 2.11 to 2.13, SGD on the CPU skips most of every bf16 parameter,
+pytorch issue 191763.)
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from torch import Tensor
 from outcore.optim.rules import AdagradHyper, AdamHyper, SgdHyper
 
 FusedHyper = AdamHyper | SgdHyper | AdagradHyper
-"""Settings of what has a fused kernel."""
-_LAST_STEP = 2**24  # torch counts steps in fp32 by adding 1, which stands still here
+"""Settings of the optimizers that have a fused kernel."""
+_LAST_STEP = 2**24  # torch counts steps in fp32 by adding 1, which changes nothing from here on
 _CHECKED_NUMELS = (199, 64, 1)  # a vector body with a scalar tail, a body alone, a tail alone
-_CHANGED = (AttributeError, TypeError, ValueError, RuntimeError)  # how a missing or changed private name shows
+_CHANGED = (AttributeError, TypeError, ValueError, RuntimeError)  # errors of a missing or changed private name
 
 
 @final
 @dataclass(kw_only=True, slots=True, eq=False)
 class FusedStep:
-    """One step for several tensors with the same settings, as one kernel call takes it. All tensors are 1D."""
+    """One step for several tensors with the same settings, for one kernel call. All tensors are 1D."""
 
     hyper: FusedHyper
     targets: list[Tensor]
@@ -39,17 +40,17 @@ class FusedStep:
     grads: list[Tensor]
     """Same dtype; only read."""
     states: list[tuple[Tensor, ...]]
-    """Per target its states in the order of ``hyper.state_names``; same dtype, updated in place."""
+    """States of each target in the order of ``hyper.state_names``; same dtype, updated in place."""
     steps: list[int]
-    """Per target the number of this step, from 1. SGD: all 1 (momentum buffers are only written) or none."""
+    """Number of this step for each target, from 1. With SGD all are 1 (momentum buffers are only written), or none."""
 
     @property
     def first(self) -> bool:
-        """Whether momentum buffers start here."""
+        """Whether momentum buffers start with this step."""
         return self.steps[0] == 1
 
     def count(self, step: int) -> Tensor:
-        """A step number as torch keeps it; only read."""
+        """Return a step number as the tensor that torch expects; only read it."""
         target = self.targets[0]
         return _count_on_host(step) if target.is_cpu else _count(step, target.device)
 
@@ -58,7 +59,7 @@ def _count(step: int, device: torch.device) -> Tensor:
     return torch.full((), min(step, _LAST_STEP), dtype=torch.float32, device=device)
 
 
-@lru_cache(maxsize=64)  # all blocks of a step share it; on a device it would have to be ordered behind its making
+@lru_cache(maxsize=64)  # shared by all blocks of a step; not on a device, where readers must wait until it is written
 def _count_on_host(step: int) -> Tensor:
     return _count(step, torch.device("cpu"))
 
@@ -72,7 +73,7 @@ _norm_takers: dict[tuple[str, torch.dtype], _NormTaker] = {}
 
 
 def apply(step: FusedStep) -> None:
-    """Update as one step of ``torch.optim`` with ``fused=True`` does, bit for bit; to be called under ``no_grad``.
+    """Do one step of ``torch.optim`` with ``fused=True``, bit for bit. Call it under ``no_grad``.
 
     See [Note: first use].
     """
@@ -81,15 +82,18 @@ def apply(step: FusedStep) -> None:
 
 
 def bound(hyper: FusedHyper, device: torch.device, dtype: torch.dtype) -> Stepper:
-    """As ``apply``, for many steps with the same settings: what they decide is looked up once."""
+    """Return ``apply`` for many steps with the same settings, so that look-ups happen only once."""
     stepper = stepper_for(hyper, device, dtype)
     return _bound(hyper) if stepper is _private_step else stepper
 
 
 def stepper_for(hyper: FusedHyper, device: torch.device, dtype: torch.dtype) -> Stepper:
-    """What updates with such settings there; the first call does the check of [Note: first use]."""
+    """Return the function that updates with these settings, on a device, in a dtype.
+
+    The first call does the check of [Note: first use].
+    """
     key = (_kernel_name(hyper), device.type, dtype)
-    if key not in _steppers:  # asked without the lock, which workers would fight for at every block
+    if key not in _steppers:  # first looked up without the lock, which workers would compete for at every block
         with _lock, torch.no_grad():
             if key not in _steppers:
                 _steppers[key] = _choose_stepper(key[0], device, dtype)
@@ -120,7 +124,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_all(targets: list[Tensor], origins: list[Tensor]) -> None:
-    """Copy each into its target, with one call where torch has it; to be called under ``no_grad``."""
+    """Copy each origin into its target, with one call if torch has it. Call it under ``no_grad``."""
     if len(targets) > 1 and _copies_together():
         torch._foreach_copy_(targets, origins)
     else:
@@ -130,7 +134,7 @@ def copy_all(targets: list[Tensor], origins: list[Tensor]) -> None:
 
 @lru_cache(maxsize=1)
 def _copies_together() -> bool:
-    """See [Note: first use]."""
+    """Whether torch copies several tensors with one call. See [Note: first use]."""
     wave = torch.arange(199, dtype=torch.float32, device="cpu").sin_()
     origins = [wave, wave.bfloat16()]
     targets = [torch.zeros_like(origin) for origin in reversed(origins)]
@@ -179,7 +183,7 @@ def _bound(hyper: FusedHyper) -> Stepper:
 
 
 def _public_step(step: FusedStep, *, fused: bool) -> None:
-    """A step of a ``torch.optim`` optimizer that is made for it, the states lent to it."""
+    """Do a step with a new ``torch.optim`` optimizer that borrows the states."""
     for target, grad, state, number in zip(step.targets, step.grads, step.states, step.steps, strict=True):
         param = torch.nn.Parameter(target)
         param.grad = grad
@@ -192,7 +196,7 @@ def _public_step(step: FusedStep, *, fused: bool) -> None:
         optimizer.step()
         for name, tensor in lent.items():
             made = optimizer.state[param][name]
-            if made is not tensor:  # SGD makes its momentum buffer at the first step
+            if made is not tensor:  # SGD makes a new momentum buffer at the first step
                 tensor.copy_(made)
 
 
@@ -213,7 +217,10 @@ def _public_optimizer(hyper: FusedHyper, param: torch.nn.Parameter, *, fused: bo
 
 
 def _choose_stepper(name: str, device: torch.device, dtype: torch.dtype) -> Stepper:
-    """The private kernel where it has the bits of the public optimizer for every option, and that one trains."""
+    """Choose the private kernel if it has the bits of the public optimizer for every option, else a public optimizer.
+
+    With ``fused=True`` if that trains as ``fused=False`` does.
+    """
     hypers = tuple(_checked_hypers(name))
     if (reason := _difference(_public_fused, _public_plain, hypers, _Made(device, dtype), _close)) is not None:
         _warn(name, device, dtype, f"torch.optim with fused=True, {reason}", "torch.optim with fused=False")
@@ -227,7 +234,7 @@ def _choose_stepper(name: str, device: torch.device, dtype: torch.dtype) -> Step
 @final
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Numbers to check kernels on; no random generator is touched."""
+    """Numbers to check kernels on, made without any random generator."""
 
     device: torch.device
     dtype: torch.dtype
@@ -237,7 +244,7 @@ class _Made:
         return count.mul_(frequency).sin_().to(self.dtype)
 
     def two_steps(self, stepper: Stepper, hyper: FusedHyper) -> Tensor:
-        """Targets and states after two steps, all in one."""
+        """Return targets and states after two steps, in one tensor."""
         targets = [self.wave(n, 0.7) for n in _CHECKED_NUMELS]
         states = [tuple(torch.zeros_like(t) for _ in hyper.state_names) for t in targets]
         for number in (1, 2):
@@ -254,7 +261,7 @@ def _difference(
     made: _Made,
     same: Callable[[Tensor, Tensor], bool],
 ) -> str | None:
-    """What is wrong with a stepper, if anything."""
+    """Return what is wrong with a stepper; None if nothing is."""
     try:
         for hyper in hypers:
             if not same(made.two_steps(stepper, hyper), made.two_steps(reference, hyper)):
@@ -265,16 +272,16 @@ def _difference(
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal to what two ways to round may differ by in two steps; a skipped update of ``_checked_hypers`` is more."""
+    """Whether results differ by no more than rounding does in two steps; a skipped update differs by more."""
     tolerance = 0.03 if a.dtype == torch.bfloat16 else 1e-4
     return torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
 
 
 def _checked_hypers(name: str) -> Iterable[FusedHyper]:
-    """Settings that together meet every branch of a kernel."""
+    """Settings that together reach every branch of a kernel."""
     for flag, other in itertools.product((False, True), repeat=2):
         if name == "_fused_sgd_":
-            dampening = 0.0 if flag else 0.3  # torch's rule for nesterov
+            dampening = 0.0 if flag else 0.3  # torch allows nesterov only without dampening
             sgd: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01, "maximize": other}
             yield SgdHyper(momentum=0.9, dampening=dampening, nesterov=flag, **sgd)
             yield SgdHyper(momentum=0.0, dampening=0.0, nesterov=False, **sgd)
@@ -294,7 +301,7 @@ def _public_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _choose_norm_taker(device: torch.device, dtype: torch.dtype) -> _NormTaker:
-    """The private kernel if the total of its norms has the bits of torch's total norm, else a norm per tensor."""
+    """Choose the private kernel if the total of its norms has the bits of torch's total norm, else public norms."""
     waves = [torch.arange(n, dtype=torch.float32, device=device).sin_().to(dtype) for n in (70001, 199, 1)]
     reason = "other results than torch.nn.utils.get_total_norm"
     try:

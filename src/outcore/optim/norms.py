@@ -1,11 +1,11 @@
 """Norms that do not depend on how a parameter is cut among ranks.
 
-[Note: one tree] torch's norm of a parameter cannot be put together from norms of its pieces: the bits differ. So with
-several ranks the sum of squares is defined here, in float64. Squares of blocks of ``CUT_NUMEL`` elements are added up
-first, halves of a block on one another. Blocks are the leaves of a binary tree in the order of memory, filled up with
-zeros; a node is the sum of its two children. Cuts between ranks are cuts between blocks, so each rank has whole
-subtrees, and sends their sums: a few numbers for each parameter. Every sum is an addition of two numbers of float64,
-which has one result on every machine. The norm is the square root, rounded to float32 once.
+[Note: one tree] torch's norm of a parameter cannot be put together from norms of its pieces: the bits would differ. So
+with several ranks the sum of squares is defined here, in float64. First the squares of each block of ``CUT_NUMEL``
+elements are added up, by repeatedly adding one half of the block to the other. The blocks are the leaves of a binary
+tree in memory order, filled up with zeros; a node is the sum of its two children. Cuts between ranks lie between
+blocks, so each rank has whole subtrees and sends their sums: a few numbers per parameter. Every sum is an addition of
+two float64 numbers, which has the same result on every machine. The norm is the square root, rounded to float32 once.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 from outcore.optim.blocks import CUT_NUMEL
 
 Node = tuple[int, int]
-"""Level, from 0 for blocks, and number among those of the level."""
+"""A node of the tree: its level, from 0 for blocks, and its index in that level."""
 
 
 def block_sums(values: Tensor, factors: Sequence[Tensor] = ()) -> Tensor:
-    """Sums of squares by block, in float64.
+    """Return the sum of squares of each block, in float64.
 
     Args:
-        values: 1D; begins with a block.
-        factors: 0-dim; the values are multiplied by them first, in their own dtype.
+        values: 1D; begins at the start of a block.
+        factors: 0-dim tensors; the values are first multiplied by them, in the values' own dtype.
     """
     for factor in factors:
         values = values * factor
@@ -39,17 +39,17 @@ def block_sums(values: Tensor, factors: Sequence[Tensor] = ()) -> Tensor:
 
 
 def num_blocks(numel: int) -> int:
-    """Blocks of a parameter."""
+    """Number of blocks of a parameter."""
     return -(-numel // CUT_NUMEL)
 
 
 def whole_nodes(first: int, stop: int, count: int) -> list[Node]:
-    """The largest subtrees that blocks [first, stop) of ``count`` are made of."""
+    """Return the roots of the largest subtrees that make up blocks [first, stop) of ``count``."""
     return list(_walk(first, stop, count))
 
 
 def node_sums(sums: Tensor, first: int, stop: int, count: int) -> Tensor:
-    """Their sums, in the same order. Args: sums: Of the blocks."""
+    """Return the sums of ``whole_nodes``, in the same order. Args: sums: Sums of the blocks."""
     found, level = [], 0
     for at, place in _walk(first, stop, count):
         while level < at:
@@ -75,14 +75,17 @@ def _walk(first: int, stop: int, count: int) -> Iterator[Node]:
 
 
 def _halved(sums: Tensor, first: int) -> Tensor:
-    """The next level. A node whose sibling is not here gets a sum that nobody asks for, or has no sibling at all."""
+    """Return the sums of the next level.
+
+    A node without a sibling in ``sums`` is paired with zero: it has none in the tree, or the result is not used.
+    """
     sums = torch.nn.functional.pad(sums, (first % 2, 0))
     sums = torch.nn.functional.pad(sums, (0, sums.numel() % 2))
     return sums[0::2] + sums[1::2]
 
 
 def norm_of(nodes: Mapping[Node, float], count: int) -> float:
-    """The norm of a parameter. Args: nodes: Sums of subtrees that have all blocks. count: Of blocks."""
+    """Return the norm of a parameter. Args: nodes: Sums of subtrees that cover all blocks. count: Number of blocks."""
     if not count:
         return 0.0
     known, level = dict(nodes), 0

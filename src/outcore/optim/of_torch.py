@@ -1,4 +1,4 @@
-"""The optimizers of ``torch.optim`` as rules: torch's own functions, which know no param groups, called on pieces.
+"""The optimizers of ``torch.optim`` as rules, which call torch's own functional optimizers on pieces.
 
 So every bit is torch's, whichever implementation a group asks for.
 """
@@ -15,26 +15,29 @@ from torch import Tensor
 
 from outcore.optim.rule import Settings, State
 
-_LAST_STEP = 2**24  # torch counts steps in fp32 by adding 1, which stands still here
+_LAST_STEP = 2**24  # torch counts steps in fp32 by adding 1, which changes nothing from here on
 _States = Mapping[str, Tensor]
 _Call = Callable[[Tensor, Tensor, _States, int, Settings], None]
 
 
 @final
 class TensorNumber(NamedTuple):
-    """A tensor among settings, as a value: torch computes with it in its dtype, and so rounds otherwise."""
+    """A tensor among settings, as a hashable value with its dtype.
+
+    Torch computes with such a tensor in its dtype, and so rounds differently than with a Python number.
+    """
 
     value: float
     dtype: torch.dtype
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorNumber:
-        """What the tensor says now."""
+        """Return the current value of a tensor."""
         return cls(tensor.item(), tensor.dtype)
 
 
 def _given(value: Any) -> Any:
-    """A setting as torch's function is to get it."""
+    """Convert a setting to the form that torch's function expects."""
     if isinstance(value, TensorNumber):
         return torch.tensor(value.value, dtype=value.dtype, device="cpu")
     return tuple(map(_given, value)) if isinstance(value, tuple) else value
@@ -43,29 +46,29 @@ def _given(value: Any) -> Any:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchRule:
-    """One of torch's optimizers; see ``outcore.optim.rule.Rule`` for what its fields and methods say."""
+    """One of torch's optimizers. ``outcore.optim.rule.Rule`` explains fields and methods of the same names."""
 
     name: str
     named: Callable[[tuple[int, ...], Settings], Iterable[str]]
-    """States of a shape."""
+    """Names of the states of a parameter of a shape."""
     call: _Call
     is_whole: bool = False
     temporaries: float = 6.0
     cost: float = 1.0
     flops: Callable[[tuple[int, ...], Settings], float] = lambda _, __: 0.0
-    """Of matrix products in bf16, per element of a shape."""
+    """FLOPs of bf16 matrix products per element of a parameter of a shape."""
     has_step: bool = True
-    """It keeps a ``step``."""
+    """Whether its states include ``step``."""
     may_be_foreach: bool = False
-    """Torch takes ``foreach`` on an accelerator if a group leaves it open."""
+    """Whether torch uses ``foreach`` on an accelerator if a group leaves it open."""
 
     def states(self, shape: tuple[int, ...], settings: Settings) -> Mapping[str, State]:
-        """By name."""
+        """Return the states of a parameter, by name."""
         given = {name: _given(value) for name, value in settings.items()}
         return {name: _form(name, shape, given) for name in self.named(shape, given)}
 
     def update(self, weight: Tensor, grad: Tensor, states: _States, step: int, settings: Settings) -> None:
-        """As one step of torch's."""
+        """Do one step of torch's optimizer."""
         self.call(weight, grad, states, step, {name: _given(value) for name, value in settings.items()})
 
 
@@ -85,7 +88,7 @@ def _function(module: str, name: str) -> Callable[..., None]:
 
 
 def _before(step: int) -> list[Tensor]:
-    """The count that torch adds one to."""
+    """Return the step count before this step, to which torch adds one."""
     return [torch.tensor(float(min(step, _LAST_STEP) - 1), dtype=torch.float32, device="cpu")]
 
 
@@ -116,7 +119,7 @@ def _sgd(weight: Tensor, grad: Tensor, states: _States, step: int, settings: Set
     taken = _taken(settings, "momentum", "dampening", "nesterov", *_COMMON)
     _function("sgd", "sgd")([weight], [grad], buffers, fused=False, **taken)
     if buffer is not None and step == 1 and (made := buffers[0]) is not None:
-        buffer.copy_(made)  # torch makes it at the first step
+        buffer.copy_(made)  # torch makes a new buffer at the first step
 
 
 def _adagrad(weight: Tensor, grad: Tensor, states: _States, step: int, settings: Settings) -> None:
@@ -174,7 +177,10 @@ def _muon(weight: Tensor, grad: Tensor, states: _States, step: int, settings: Se
 
 
 def _flops_of_muon(shape: tuple[int, ...], settings: Settings) -> float:
-    """Each step squares a matrix, squares that and multiplies the matrix by it, lying so that its rows are fewer."""
+    """Per step: the product of the matrix and its transpose, the square of that, and its product with the matrix.
+
+    Muon transposes the matrix if it has more rows than columns.
+    """
     rows, columns = sorted(shape)
     return settings["ns_steps"] * (4 * rows + 2 * rows * rows / max(columns, 1))
 
@@ -225,4 +231,4 @@ _RULES = (
     ),
 )
 RULES: Mapping[str, TorchRule] = {rule.name: rule for rule in _RULES if hasattr(torch.optim, rule.name)}
-"""By class in ``torch.optim``, AdamW before Adam, which it derives from."""
+"""Rules by class name in ``torch.optim``. AdamW comes before Adam, because it is a subclass of it."""

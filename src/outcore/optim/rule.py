@@ -1,9 +1,9 @@
-"""Optimizers by rule: what a step does to flat pieces of a parameter, or to a whole one, as a function of tensors.
+"""Optimizers by rule: a step as a function of tensors, on flat pieces of a parameter or on a whole parameter.
 
-[Note: rules] A rule is given a weight, a gradient and states, and changes weight and states in place. One that works
-element by element gets flat pieces, cut wherever the plan wants them: it must not look at neighbours. One that needs
-whole parameters (``is_whole``) gets them in their shape. Whoever calls it does the rest: casts, factors, the places of
-bytes. So ``outcore`` can run it under any plan, and ``step`` in a plain loop.
+[Note: rules] A rule gets a weight, a gradient and states, and changes weight and states in place. A rule that works
+element by element gets flat pieces, cut wherever the plan cuts them, so an element must not depend on its neighbours. A
+rule that needs whole parameters (``is_whole``) gets them in their shape. The caller does the rest: casts, factors and
+placement. So ``outcore`` can run a rule under any plan, and ``step`` can run it in a plain loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outcore.spec.layout import CODES
 from outcore.spec.model import STORED_DTYPES
 
 Settings = Mapping[str, Any]
-"""What a param group says, as plain numbers."""
+"""Settings of a param group as plain numbers, by name."""
 
 
 @final
@@ -28,56 +28,56 @@ Settings = Mapping[str, Any]
 class State:
     """One state of one parameter, as a ``Rule`` declares it.
 
-    ``initial`` is what every element begins with, ``shape`` its shape if it is not the parameter's, and ``dtype`` its
-    dtype if it is not the one in which the parameter is updated. ``is_unsigned`` says that it is never negative: then
-    8 bits are finer.
+    ``initial`` is the initial value of every element. ``shape`` is its shape if that is not the parameter's, and
+    ``dtype`` its dtype if that is not the dtype in which the parameter is updated. ``is_unsigned`` says that the state
+    is never negative, so that its 8-bit codes are finer.
     """
 
     initial: float = 0.0
-    """What every element begins with."""
+    """Initial value of every element."""
     shape: tuple[int, ...] | None = None
-    """None: the parameter's. ``()`` is a number: of a rule by element it is on the CPU, and all pieces of the parameter
-    read it and set it alike; of one that is whole it is where the parameter is. Only such a one has other shapes."""
+    """Shape of the state; None: the parameter's. ``()`` is a single number. If the rule works by element, the number is
+    on the CPU, and all pieces of the parameter must read and set the same value. If the rule needs whole parameters, it
+    is on the parameter's device. Only rules that need whole parameters may declare other shapes."""
     dtype: torch.dtype | None = None
-    """None: that in which the parameter is updated."""
+    """Dtype of the state; None: the dtype in which the parameter is updated."""
     is_unsigned: bool = False
-    """It is never negative: with ``state_format="8bit"`` all codes are numbers from 0 on."""
+    """Whether the state is never negative: with ``state_format="8bit"``, all codes then stand for numbers from 0 on."""
 
 
 RESERVED = ("step", "master", CODES)
-"""Names that stand for something else beside the states."""
+"""Names that a state may not have, because they have another meaning."""
 SCALE = "_absmax"
-"""How the name ends of what belongs to a state in 8 bits."""
+"""Suffix of the name of the scales of a state in 8 bits."""
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As specs have it."""
+    """Return the name of a dtype as specs write it."""
     return str(dtype).removeprefix("torch.")
 
 
 class Rule(torch.optim.Optimizer):
-    """Base of optimizers of your own that ``outcore.prepare`` takes apart.
+    """Base class for optimizers of your own whose updates ``outcore.prepare`` can run in pieces.
 
-    A subclass has ``states`` and ``update``. ``step`` follows from them, so it is an ordinary optimizer, too. Where
-    ``update`` needs whole parameters, the class says ``is_whole = True``; where it makes more than six tensors of a
-    weight's size at a time, ``temporaries`` says how many. ``cost`` says about how slow it is, in times of AdamW.
+    A subclass defines ``states`` and ``update``. ``step`` follows from them, so it is an ordinary optimizer, too. If
+    ``update`` needs whole parameters, the class sets ``is_whole = True``. If it makes more than six tensors of a
+    weight's size at a time, ``temporaries`` gives their number. ``cost`` is its rough time as a multiple of AdamW's.
     """
 
     is_whole: ClassVar[bool] = False
-    """``update`` needs whole parameters in their shape. Else it is given flat pieces, and must work element by
+    """Whether ``update`` needs whole parameters in their shape. If not, it gets flat pieces, and must work element by
     element."""
     temporaries: ClassVar[float] = 6.0
-    """The most memory that tensors made by ``update`` take at a time, in times of the weight that it is given. Plans
-    count it."""
+    """Peak memory of tensors that ``update`` makes, as a multiple of its weight's memory. Plans leave room for it."""
     cost: ClassVar[float] = 3.0
-    """About how long ``update`` takes on the CPU, in times of AdamW's fused kernel. Plans reckon with it."""
+    """Rough time of ``update`` on the CPU, as a multiple of AdamW's fused kernel's. Plans reckon with it."""
 
     def states(self, shape: tuple[int, ...], settings: Mapping[str, Any]) -> Mapping[str, State]:
-        """The states of a parameter, by name, in the order in which ``state_dict`` has them.
+        """Return the states of a parameter, by name, in the order of ``state_dict``.
 
         Args:
-            shape: Of the parameter.
-            settings: Of its group; lists are tuples, tensors numbers.
+            shape: Shape of the parameter.
+            settings: Settings of its group; lists became tuples, and tensors numbers.
         """
         raise NotImplementedError
 
@@ -89,20 +89,20 @@ class Rule(torch.optim.Optimizer):
         step: int,
         settings: Mapping[str, Any],
     ) -> None:
-        """Change ``weight`` and ``states`` in place. The gradient is only read. Runs under ``no_grad``.
+        """Change ``weight`` and ``states`` in place. Must only read the gradient. Runs under ``no_grad``.
 
         Args:
-            weight: A flat piece of a parameter, or a whole one in its shape.
-            grad: Of the same shape and dtype.
-            states: Pieces of the same shape, or whole ones; numbers as tensors of no dimensions on the CPU.
-            step: Of the parameter, from 1.
-            settings: Of its group.
+            weight: A flat piece of a parameter, or a whole parameter in its shape.
+            grad: Gradient of the same shape and dtype.
+            states: States as pieces of the same shape, or whole; a single number is a 0-dim tensor (see ``State``).
+            step: Number of this step of the parameter, from 1.
+            settings: Settings of its group.
         """
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of a plain loop, over whole parameters."""
+        """Do one step in a plain loop, over whole parameters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -134,9 +134,9 @@ class Rule(torch.optim.Optimizer):
         return form.dtype or param.dtype, torch.device("cpu") if is_on_cpu else param.device
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer, which casts states to the dtype of their parameter, but for those that have their own.
+        """Load as any optimizer does, but cast states that declare their own dtype to it, not to their parameter's.
 
-        Memory: host or device, all states that have a dtype of their own.
+        Memory: host or device, all states that declare their own dtype.
         """
         seen = list[dict[str, Any]]()
         last = self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given))
@@ -155,10 +155,10 @@ class Rule(torch.optim.Optimizer):
 
 
 def checked_states(rule: Rule, shape: tuple[int, ...], settings: Settings) -> Mapping[str, State]:
-    """What ``states`` says.
+    """Return the rule's ``states``.
 
     Raises:
-        ConfigError: What no plan could keep.
+        ConfigError: A state that no plan could store: a reserved name, or a dtype or shape that is not supported.
     """
     states = rule.states(shape, settings)
     for name, state in states.items():
@@ -177,15 +177,17 @@ def checked_states(rule: Rule, shape: tuple[int, ...], settings: Settings) -> Ma
 def settings_of(
     group: Settings, names: Mapping[str, Any], of_tensor: Callable[[Tensor], Any] = Tensor.item
 ) -> tuple[tuple[str, Any], ...]:
-    """What a step needs of a group, as plain and hashable values: no scheduler reaches an update under way.
+    """Return the settings of a group that a step needs, as plain hashable values.
+
+    They are a snapshot: a scheduler cannot change an update under way.
 
     Args:
         group: All settings.
-        names: Of those that a step needs.
-        of_tensor: Gives what stands for a tensor among them.
+        names: Names of the settings that a step needs.
+        of_tensor: Returns the value that replaces a tensor among the settings.
 
     Raises:
-        ConfigError: One is not hashable.
+        ConfigError: A setting is not hashable.
     """
     found = tuple((name, _plain(group[name], of_tensor)) for name in names if name in group)
     for name, value in found:
@@ -209,7 +211,8 @@ def _plain(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
 class Lion(Rule):
     """Lion (Chen et al., arXiv:2302.06675): the sign of an interpolation of momentum and gradient.
 
-    Element by element, with one state. The equations are those of the paper's program 1 with decoupled weight decay.
+    Works element by element, with one state. The equations are those of the paper's program 1 with decoupled weight
+    decay.
     """
 
     temporaries = 3.0
@@ -224,14 +227,14 @@ class Lion(Rule):
         *,
         maximize: bool = False,
     ) -> None:
-        """Settings of all groups that say nothing else.
+        """Set the default settings, for groups that do not set their own.
 
         Args:
             params: As for any ``torch.optim.Optimizer``.
             lr: About a tenth to a third of AdamW's.
-            betas: Of the interpolation that the step takes the sign of, and of the momentum.
-            weight_decay: Decoupled: multiplied by ``lr``.
-            maximize: Ascend.
+            betas: Coefficients of the interpolation whose sign the step takes, and of the momentum.
+            weight_decay: Decoupled weight decay, multiplied by ``lr``.
+            maximize: Whether to ascend instead of descend.
         """
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 

@@ -1,4 +1,4 @@
-"""Update rules: which optimizers can be taken apart, what they keep, and what a step needs of a group."""
+"""Update rules: the optimizers whose updates can run in pieces, their states, and the settings that a step needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from outcore.spec.layout import SCRATCH_BYTES
 from outcore.spec.model import DTYPE_BYTES, MasterFormat, StateForm, StateFormat
 
 _FLOPS_OF_ADAMW = 300.0
-"""Of products in bf16 on the host in the time of AdamW's update of an element (benchmarks/cpu_update.py)."""
+"""FLOPs of bf16 matrix products that the host does in the time in which AdamW updates an element
+(benchmarks/cpu_update.py)."""
 Group = Mapping[str, Any]
 """One entry of ``optimizer.param_groups``."""
 
@@ -27,7 +28,7 @@ Group = Mapping[str, Any]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamHyper:
-    """What one step of Adam or AdamW needs of a param group."""
+    """Settings of a param group for one step of Adam or AdamW."""
 
     lr: float
     beta1: float
@@ -37,18 +38,18 @@ class AdamHyper:
     amsgrad: bool
     maximize: bool
     decoupled: bool
-    """Weight decay acts on the weights (AdamW), not on the gradient (Adam)."""
+    """Whether weight decay acts on the weights (AdamW) instead of the gradient (Adam)."""
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Optimizer states that the step reads and writes, torch's names."""
+        """Optimizer states that the step reads and writes, by torch's names."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SgdHyper:
-    """What one step of SGD needs of a param group."""
+    """Settings of a param group for one step of SGD."""
 
     lr: float
     momentum: float
@@ -59,14 +60,14 @@ class SgdHyper:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Optimizer states that the step reads and writes, torch's names."""
+        """Optimizer states that the step reads and writes, by torch's names."""
         return ("momentum_buffer",) if self.momentum else ()
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdagradHyper:
-    """What one step of Adagrad needs of a param group."""
+    """Settings of a param group for one step of Adagrad."""
 
     lr: float
     lr_decay: float
@@ -76,7 +77,7 @@ class AdagradHyper:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Optimizer states that the step reads and writes, torch's names."""
+        """Optimizer states that the step reads and writes, by torch's names."""
         return ("sum",)
 
 
@@ -87,30 +88,30 @@ AnyRule = Rule | TorchRule
 @final
 @dataclass(frozen=True, slots=True)
 class RuleHyper:
-    """What one step of an optimizer by rule needs of a param group."""
+    """Settings of a param group for one step of an optimizer by rule."""
 
     rule: AnyRule
     values: tuple[tuple[str, Any], ...]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By name."""
+        """Settings by name."""
         return dict(self.values)
 
 
 Hyper = AdamHyper | SgdHyper | AdagradHyper | RuleHyper
-"""A snapshot of a param group: plain values, so that no scheduler reaches an update under way."""
+"""A snapshot of a param group: plain values, so that a scheduler cannot change an update under way."""
 
 
 def said(hyper: Hyper) -> str:
-    """A snapshot as text, the same in every process."""
+    """Return a snapshot as text, the same in every process."""
     return f"{type(hyper.rule).__qualname__} {hyper.values}" if isinstance(hyper, RuleHyper) else repr(hyper)
 
 
 def counts(hyper: Hyper) -> bool:
-    """Whether a step with such settings is one that the states count.
+    """Whether a step with these settings counts as a step of the states.
 
-    With dampening torch's SGD begins momentum at the first step that has some, and those before leave no trace.
+    With dampening, torch's SGD begins its momentum at the first step with momentum; the steps before leave no trace.
     """
     if isinstance(hyper, SgdHyper):
         return bool(hyper.momentum or not hyper.dampening)
@@ -126,23 +127,23 @@ class Kind:
     """How one optimizer updates."""
 
     name: str
-    """Class in ``torch.optim``, or of its own."""
+    """Name of its class, in ``torch.optim`` or elsewhere."""
     rule: AnyRule
     keys: Mapping[str, Any]
-    """Settings of groups that a step needs."""
+    """The optimizer's defaults, whose keys are the settings that a step needs."""
     initial_sum: float | None = None
-    """Where the ``sum`` of torch's Adagrad starts, before the first step and for all groups; of others None."""
+    """Initial value of ``sum`` in torch's Adagrad, the same for all groups; None for other optimizers."""
     groups: Sequence[Group] = ()
-    """The optimizer's own list."""
+    """The optimizer's own list of param groups."""
 
     @property
     def has_step(self) -> bool:
-        """Whether it keeps a ``step``."""
+        """Whether its states include ``step``."""
         return getattr(self.rule, "has_step", True)
 
     def hyper(self, group: Group) -> Hyper:
-        """Take what a step needs of a group, now."""
-        if isinstance(self.rule, Rule):  # whatever its class is called
+        """Take a snapshot of a group's settings now."""
+        if isinstance(self.rule, Rule):  # even if its class has the name of one of torch's
             return RuleHyper(self.rule, settings_of(group, self.keys))
         _refuse_other_implementations(self.name, group)
         is_fused = self.name in _READERS and not group.get("foreach") and group.get("fused") is not False
@@ -150,7 +151,7 @@ class Kind:
             return _READERS[self.name](group)
         values = settings_of(group, self.keys, TensorNumber.of)
         if self.rule.may_be_foreach and group["foreach"] is None and group["params"]:
-            is_foreach = not group["params"][0].is_cpu  # what torch takes there; an update elsewhere does the same
+            is_foreach = not group["params"][0].is_cpu  # torch's choice there; an update elsewhere makes the same one
             values = tuple((name, is_foreach if name == "foreach" else value) for name, value in values)
         return RuleHyper(self.rule, values)
 
@@ -166,28 +167,28 @@ class Kind:
 
 
 class Kept(NamedTuple):
-    """What the update of one parameter keeps, and makes and drops."""
+    """The states, temporary memory and cost of the update of one parameter."""
 
     states: tuple[StateForm, ...]
     temporary_bytes: int
     is_whole: bool
     cost: float
-    """Of the update on the host, in times of AdamW's."""
+    """Time of the update on the host, as a multiple of AdamW's."""
     flops: float
-    """Of matrix products in the update on the device."""
+    """FLOPs of matrix products in the update on the device."""
     master_format: MasterFormat
 
 
 @final
 class UpdateRule:
-    """How parameters are updated: by one optimizer, or by one of several."""
+    """How parameters are updated: by one optimizer, or each by one of several."""
 
     def __init__(self, kinds: Sequence[Kind]) -> None:
-        """Args: kinds: Of every optimizer."""
+        """Args: kinds: The kind of every optimizer."""
         self.kinds = kinds
 
     def kind(self, group: Group) -> Kind:
-        """Whose group it is."""
+        """Return the kind of the optimizer that a group belongs to."""
         if len(self.kinds) == 1:
             return self.kinds[0]
         found = next((kind for kind in self.kinds if any(mine is group for mine in kind.groups)), None)
@@ -199,25 +200,28 @@ class UpdateRule:
         return found
 
     def hyper(self, group: Group) -> Hyper:
-        """Take what a step needs of a param group, now.
+        """Take a snapshot of a param group's settings now.
 
         Raises:
-            ConfigError: The group asks for an implementation that cannot be taken apart.
+            ConfigError: The group asks for an implementation that cannot run in pieces.
         """
         return self.kind(group).hyper(group)
 
     def states(self, param: Tensor, group: Group) -> Mapping[str, State]:
-        """What a parameter needs with the settings that its group has now."""
+        """Return the states that a parameter needs with the current settings of its group."""
         kind = self.kind(group)
         return kind.states(tuple(param.shape), kind.hyper(group))
 
     def state_names(self, groups: Iterable[Group]) -> tuple[str, ...]:
-        """States, in torch's names and order: the union over all groups."""
+        """Names of states, as in torch and in torch's order: the union over all groups."""
         params = ((param, group) for group in groups for param in group["params"])
         return tuple(dict.fromkeys(name for param, group in params for name in self.states(param, group)))
 
     def kept(self, groups: Sequence[Group]) -> Callable[[Tensor, str], Kept]:
-        """What is kept for a parameter that is updated in a dtype; settings may change between groups of a kind."""
+        """Return a function that maps a parameter and its update dtype to its ``Kept``.
+
+        The states are those for the settings of any group of the same kind: a parameter's group may change to them.
+        """
         owners = {id(param): group for group in groups for param in group["params"]}
 
         def kept(param: Tensor, dtype: str) -> Kept:
@@ -257,7 +261,7 @@ def _refuse_format(name: str, chosen: StateFormat, dtype: str, *, is_whole: bool
 
 
 def _work_of(hyper: Hyper, shape: tuple[int, ...]) -> tuple[float, float]:
-    """What an element costs on the host, and takes of matrix products."""
+    """Return the cost of an element on the host (AdamW: 1), and its FLOPs of matrix products."""
     if not isinstance(hyper, RuleHyper):
         return 1.0, 0.0
     flops = hyper.rule.flops(shape, hyper.settings) if isinstance(hyper.rule, TorchRule) else 0.0
@@ -269,7 +273,7 @@ def _temporaries(hyper: Hyper, update_bytes: int) -> tuple[int, bool]:
         return 0, False
     times = hyper.rule.temporaries
     if hyper.rule.is_whole:
-        return math.ceil((times + 1) * update_bytes), True  # a gradient in the update dtype besides
+        return math.ceil((times + 1) * update_bytes), True  # + 1: a gradient in the update dtype
     return math.ceil(min(SCRATCH_BYTES, times * update_bytes)), False
 
 
@@ -277,8 +281,8 @@ def rule_for(*optimizers: torch.optim.Optimizer) -> UpdateRule:
     """Find the update rule of an optimizer, or of several that share a model.
 
     Raises:
-        ConfigError: Not a supported optimizer, a subclass with a step of its own, or a group that asks for an
-            implementation that cannot be taken apart.
+        ConfigError: An optimizer is not supported, is a subclass with its own step, or has a group that asks for an
+            implementation that cannot run in pieces.
     """
     rule = UpdateRule([_kind_of(optimizer) for optimizer in optimizers])
     for optimizer in optimizers:
@@ -308,7 +312,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind:
 
 
 def _advice_on(name: str) -> str:
-    """What to take instead of an optimizer whose step cannot be taken apart."""
+    """Advise what to use instead of an optimizer whose step cannot run in pieces."""
     stored = ' with state_format="8bit" in its param groups' if "8bit" in name.lower() else ""
     for word, instead in _INSTEAD.items():
         if word in name.lower():
@@ -364,7 +368,7 @@ _INSTEAD = {
 
 
 def _steps_like(cls: type, supported: type) -> bool:
-    """Whether a subclass steps as torch's class does; torch itself wraps ``step`` per class, hence the unwrapping."""
+    """Whether a subclass steps like torch's class. Unwraps ``step`` first, since torch wraps it per class."""
     return all(
         inspect.unwrap(getattr(cls, name)) is inspect.unwrap(getattr(supported, name))
         for name in ("step", "_init_group")

@@ -1,7 +1,8 @@
-"""Sums of gradients in host memory, cut into blocks that several threads may take at the same time.
+"""Sums of gradients in host memory, cut into blocks on which several threads may work at the same time.
 
-[Note: casts] torch adds a bf16 tensor to an fp32 one element by element. With the cast done first, into a scratch that
-stays in cache, the same sum takes a fifth of the time. The bits are the same: torch, too, adds in the wider dtype.
+[Note: casts] torch adds a bf16 tensor to an fp32 tensor element by element. If the cast is done first, into a scratch
+buffer that stays in cache, the same sum takes a fifth of the time. The bits are the same: torch, too, adds in the wider
+dtype.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ BLOCK_NUMEL = 2**19
 SCRATCH_BYTES = 4 * BLOCK_NUMEL
 
 Work = Callable[[Tensor], None]
-"""A block's work. It is given a scratch of ``SCRATCH_BYTES``, 1D uint8, that nobody else uses meanwhile."""
+"""The work on a block. Its argument is a scratch buffer of ``SCRATCH_BYTES``, 1D uint8, for its sole use."""
 RunAll = Callable[[Sequence[Work]], None]
-"""Runs works in any order, or side by side, and waits for them."""
+"""Runs works in any order, or in parallel, and waits for all of them."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """What one gradient does to the one that is held. Tensors are 1D."""
+    """The addition of a new gradient to a stored sum. Tensors are 1D."""
 
     target: Tensor
-    """In the update dtype."""
+    """The stored sum, in the update dtype."""
     source: Tensor
-    """In the dtype in which autograd made it."""
+    """The new gradient, in the dtype in which autograd made it."""
     factors: tuple[Tensor, ...] = ()
-    """0-dim; the target is multiplied by them before."""
+    """0-dim tensors; the target is multiplied by them before the addition."""
     is_first: bool = False
-    """Nothing is held: the target becomes the source."""
+    """Whether there is no stored sum yet: the source is then copied into the target."""
 
 
 def add_works(sums: Iterable[Sum]) -> list[Work]:
-    """All sums, by block; bit for bit ``target.mul_(factor)`` and ``target.add_(source)``."""
+    """Return the works of all sums, by block; bit for bit ``target.mul_(factor)`` and ``target.add_(source)``."""
     works: list[Work] = []
     for one in sums:
         blocks = zip(one.target.split(BLOCK_NUMEL), one.source.split(BLOCK_NUMEL), strict=True)
@@ -49,14 +50,15 @@ def add_works(sums: Iterable[Sum]) -> list[Work]:
 
 
 def widen_rounds(target: Tensor, source: Tensor) -> Iterator[list[Work]]:
-    """Copy a tensor into a wider dtype where it lies: the target does not begin before the source.
+    """Copy a tensor into a wider dtype in overlapping memory. The target must not begin before the source.
 
-    Within a round nothing is written that is read, so its works may run side by side; rounds run one after the other.
+    Within a round no byte is both written and read, so its works may run in parallel. Rounds must run one after the
+    other.
     """
     apart_bytes, wide, narrow = target.data_ptr() - source.data_ptr(), target.itemsize, source.itemsize
     stop = source.numel()
     while stop > BLOCK_NUMEL:
-        start = max(0, -((apart_bytes - narrow * stop) // wide))  # from here on targets lie behind all sources
+        start = max(0, -((apart_bytes - narrow * stop) // wide))  # from here on, targets lie behind all sources
         blocks = zip(target[start:stop].split(BLOCK_NUMEL), source[start:stop].split(BLOCK_NUMEL), strict=True)
         yield [partial(_copy, to, origin) for to, origin in blocks]
         stop = start
@@ -85,5 +87,5 @@ def _copy(target: Tensor, source: Tensor, _: Tensor) -> None:
 
 
 def _copy_through(target: Tensor, source: Tensor, scratch: Tensor) -> None:
-    """The two overlap."""
+    """Copy between overlapping tensors, through the scratch."""
     target.copy_(scratch.view(source.dtype)[: source.numel()].copy_(source))

@@ -1,1 +1,1 @@
-"""The order of a step: what is submitted, and after what. Written once, for the run and for the schedule."""
+"""The order of a step: what is submitted, and after what. Runs and schedules share this code."""

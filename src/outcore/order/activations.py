@@ -1,19 +1,19 @@
 """Activations on the move: what forwards saved leaves for host memory or disk, and comes back for backward.
 
-[Note: activations away] What a call saved stays on the device until the next call begins: what backward wants first has
-then never left. While that call runs, it is copied to its home; when the one after it begins, the host waits for the
-copy and lets go of the memory on the device. So no more than two calls' activations are there besides those of the call
-that runs. In backward they come back into slots, those of earlier calls in advance as far as there are slots. What has
-not been let go of yet is used where it is, and given up behind its backward: a copy that has not begun by then is
-dropped.
+[Note: activations away] What a call saved stays on the device until the next call begins, so that activations of the
+last call, which backward needs first, never leave. While the next call runs they are copied to their home. When the
+call after that begins, the host waits for the copy and lets go of the memory on the device. So the device holds
+activations of at most two calls in addition to those of the running call. In backward activations come back into slots,
+those of earlier calls in advance as far as there are slots. If they have not been let go of yet, they are used where
+they are and given up behind their backward; a copy that has not begun by then is dropped.
 
-A unit has a home for what one call saves at most, or as many homes as pieces in which it runs a batch. If it is called
-more often before its backward, calls share a home as far as there is room: each has a part of it, which is a home too.
-What does not fit does otherwise.
+A unit has one home with room for what one call saves at most, or one home for each piece in which it runs a batch. If a
+unit is called more often before its backward, calls share a home as far as there is room: each gets a part of it, which
+is a home, too. A call that finds no room does not use this mechanism.
 
-[Note: lent bytes] A call may save its own result, and the next one gets it as an argument and saves it too. It rests
-once, in the home of the call that made it. The other one *borrows* it: for backward it comes from there, to the end of
-the borrower's slot. The home stays taken as long as a borrower's backward may come.
+[Note: lent bytes] A call may save its own result; the next call gets it as an argument and saves it, too. These bytes
+rest once, in the home of the call that made them. The other call *borrows* them: for its backward they come from there,
+to the end of the borrower's slot. The home stays taken as long as a borrower's backward may come.
 """
 
 from __future__ import annotations
@@ -31,103 +31,103 @@ from outcore.spec.lanes import Lane
 
 
 class Saved(Protocol):
-    """What one call of a unit saved. On paper, only its size."""
+    """Activations that one call of a unit saved. On paper, only their size."""
 
     nbytes: int
     is_held: bool
-    """It is on the device still, where forward left it."""
+    """True while they are still on the device, where forward left them."""
 
     @property
     def memory(self) -> Any:
-        """In a run: stands for the memory in which forward left it."""
+        """In a run, an object that stands for the memory in which forward left them."""
 
     def is_wanted(self) -> bool:
-        """Whether a backward can come to it."""
+        """Return whether a backward can still need them."""
 
     def leave(self, target: Span) -> Deed:
-        """Copy it off the device."""
+        """Copy them off the device."""
 
     def let_go(self) -> None:
-        """It is home: the memory on the device is not needed any more."""
+        """Free the memory on the device, since they are home."""
 
     def give_up(self) -> None:
-        """It is not needed any more, though a copy of it may be under way."""
+        """Free the memory on the device, since they are not needed any more. A copy of them may be under way."""
 
 
 class Owner(Protocol):
-    """Whoever can bring a backward to a call. Lanes may ask, too."""
+    """The object through which a backward can come to a call. Lanes may ask it, too."""
 
     @property
     def lives(self) -> bool:
-        """Whether it still can."""
+        """Whether a backward can still come."""
 
 
 class Loan(NamedTuple, Generic[H]):
-    """Bytes that one call needs and another one has sent. See [Note: lent bytes]."""
+    """Bytes that one call needs and another call has sent away. See [Note: lent bytes]."""
 
     borrower: Owner
     lender: SavedCall[H]
     start: int
-    """Where they begin in its home."""
+    """First byte in the lender's home."""
     nbytes: int
     at: int
-    """Where they go in the slot of the call that needs them."""
+    """First byte in the slot of the borrowing call."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedCall(Generic[H]):
-    """One call, and what was submitted for it."""
+    """A call, its saved activations, and what was submitted for them."""
 
     unit: Ledger[H]
     saved: Saved
     home: Home[H]
-    """Where it rests."""
+    """Home where the activations rest."""
     source: Home[H]
-    """Where forward left it; ``ready`` is what made it."""
+    """Place on the device where forward left them; its ``ready`` is the operation that made them."""
     left: H | None = None
-    """The copy after which it need not be on the device."""
+    """Copy after which they need not be on the device."""
     place: Taken[H] | None = None
-    """The slot on the device that it came back to."""
+    """Slot on the device to which they came back."""
     came: H | None = None
-    """What brought it there."""
+    """Operation that brought them there."""
     staged: Taken[H] | None = None
-    """The slot in host memory that it is in, on its way from disk."""
+    """Slot in host memory that holds them on their way from disk."""
     at_hand: H | None = None
-    """What brought it there, or has read it there since."""
+    """Operation that brought them to that slot, or the last one that read them there since."""
     loans: Sequence[Loan[H]] = ()
-    """What it borrows."""
+    """Loans in which this call is the borrower."""
     borrowers: list[Owner] = field(default_factory=list)
     is_over: bool = False
-    """No backward comes to it any more."""
+    """True when no backward comes to the call any more."""
 
     @property
     def slot_bytes(self) -> int:
-        """What it takes in a slot on the device."""
+        """Bytes that the call needs in a slot on the device, with what it borrows."""
         return max([self.saved.nbytes, *(loan.at + loan.nbytes for loan in self.loans)])
 
     @property
     def is_coming(self) -> bool:
-        """Whether a backward can come to it."""
+        """Whether a backward can come to the call."""
         return not self.is_over and self.saved.is_wanted()
 
     @property
     def is_needed(self) -> bool:
-        """Whether one can, or can come to a call that borrows from it."""
+        """Whether a backward can come to the call, or to a call that borrows from it."""
         return self.is_coming or any([owner.lives for owner in self.borrowers])
 
     def span(self) -> Span | None:
-        """Where it is on the device, if it came back."""
+        """Return where the activations are on the device if they came back, else None."""
         return None if self.place is None else self.place.slot.span(self.slot_bytes)
 
     def repay(self) -> None:
-        """It needs nothing of others any more."""
+        """End all loans of this call, since it needs nothing of other calls any more."""
         for loan in self.loans:
             loan.lender.borrowers.remove(loan.borrower)
         self.loans = ()
 
 
 class _Part(NamedTuple, Generic[H]):
-    """The bytes [start, stop) of a unit's home."""
+    """The bytes [start, stop) of a unit's home, as a home of their own."""
 
     start: int
     stop: int
@@ -139,24 +139,24 @@ def _cut(home: Home[H], start: int, stop: int) -> Home[H]:
 
 
 class ActivationOrder(Generic[H]):
-    """What is submitted for activations that leave. See [Note: activations away]."""
+    """Submits the operations of activations that leave. See [Note: activations away]."""
 
     def __init__(self, units: Sequence[Ledger[H]], port: Port[H], pools: Pools[H]) -> None:
         self.homes_are_used = any(unit.plan.saved_bytes for unit in units)
         self._port, self._pools = port, pools
         self._calls: dict[Home[H], SavedCall[H]] = {}
-        """Who has a home, in the order in which backward comes to them last."""
+        """Calls by their home; backward comes to the last one first."""
         self._parts: dict[Home[H], list[_Part[H]]] = {}
-        """Of each home, those that were used last; none overlap."""
+        """Parts of each home that were used last; they do not overlap."""
         self._last: SavedCall[H] | None = None
         self._leaving: SavedCall[H] | None = None
 
     def room(self, unit: Ledger[H]) -> int:
-        """The most bytes that homes of the unit can take of what another call saves."""
+        """Return the most bytes that the unit's homes have room for, of what another call saves."""
         return max((stop - start for home in unit.activations for start, stop in self._gaps(home)), default=0)
 
     def _gaps(self, home: Home[H]) -> Iterator[tuple[int, int]]:
-        """Where nothing lies that a backward may come to."""
+        """Yield the ranges [start, stop) of a home that hold nothing that a backward may need."""
         end = 0
         for part in sorted(self._parts.get(home, []), key=lambda part: part.start):
             call = self._calls.get(part.home)
@@ -166,7 +166,7 @@ class ActivationOrder(Generic[H]):
         yield end, home.nbytes
 
     def _part(self, unit: Ledger[H], nbytes: int) -> Home[H]:
-        """The first part of a home that can take so many bytes. What was there before is given up."""
+        """Take the first part of a home with room for so many bytes. What was there before is given up."""
         gaps = ((home, *gap) for home in unit.activations for gap in self._gaps(home))
         home, start = next((home, start) for home, start, stop in gaps if stop - start >= nbytes)
         parts, stop = self._parts.setdefault(home, []), start + nbytes
@@ -182,7 +182,7 @@ class ActivationOrder(Generic[H]):
         used = [handle for part in over for handle in (part.home.ready, *part.home.readers) if handle is not None]
         mine.ready, mine.readers = None, newest(used)
         kept = [part for part in parts if part not in over]
-        for part in over:  # whoever writes what is left of it comes after what used all of it
+        for part in over:  # a writer of what is left of a part comes after the operations that used the whole part
             for bounds in ((part.start, start), (stop, part.stop)):
                 if bounds[0] < bounds[1]:
                     left = _cut(home, *bounds)
@@ -192,7 +192,7 @@ class ActivationOrder(Generic[H]):
         return mine
 
     def begin_forward(self) -> None:
-        """A call begins whose backward may come. What was saved before makes way."""
+        """Begin a call whose backward may come: send earlier activations away, and let go of those that have left."""
         last, self._last = self._last, None
         if last is not None and last.saved.is_wanted():
             self._send(last)
@@ -204,7 +204,7 @@ class ActivationOrder(Generic[H]):
             leaving.saved.let_go()
 
     def end_forward(self, unit: Ledger[H], saved: Saved, loans: Sequence[Loan[H]] = ()) -> SavedCall[H]:
-        """A call is over, and what it saved has the unit's home. Args: loans: What others have sent of it."""
+        """End a call and give what it saved a home. Args: loans: Parts that other calls have sent away."""
         name = f"activations of {unit.name} as made"
         source: Home[H] = Home(name, "activations", "device", saved.nbytes, saved.memory)
         source.written_by(self._port.mark("activations made", unit, wrote=[source.span()]))
@@ -216,13 +216,13 @@ class ActivationOrder(Generic[H]):
         return call
 
     def turn(self, unit: Ledger[H]) -> None:
-        """Backward comes to the unit's latest calls in the order of forward, as to pieces of one batch."""
+        """Expect backward to come to the unit's latest calls in the order of forward, as to pieces of one batch."""
         latest = itertools.takewhile(lambda home: self._calls[home].unit is unit, reversed(self._calls))
         for home in list(latest):
             self._calls[home] = self._calls.pop(home)
 
     def begin_backward(self, call: SavedCall[H]) -> Span | None:
-        """Compute uses what a call saved, and earlier calls' follow. Returns where it came back to, if it had left."""
+        """Let compute use what a call saved, and bring what earlier calls saved. Returns its slot if it had left."""
         if self._last is call:
             self._last = None
         if not call.saved.is_held and call.place is None:
@@ -242,7 +242,7 @@ class ActivationOrder(Generic[H]):
         return span
 
     def end_backward(self, call: SavedCall[H], *, is_over: bool = True) -> None:
-        """Compute is done with it; the slot goes to another call. Args: is_over: No backward comes to it again."""
+        """End the backward of a call: its slot is free again. Args: is_over: No backward comes to the call again."""
         self._give(call, self._port.mark("activations used", call.unit))
         if not is_over:
             return
@@ -256,7 +256,7 @@ class ActivationOrder(Generic[H]):
             call.saved.give_up()
 
     def reset(self) -> None:
-        """Forget what was on its way; nothing is in flight, and slots are taken back. See [Note: cut short]."""
+        """Forget what was on its way. Nothing is in flight, and slots have been reclaimed. See [Note: cut short]."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None and leaving.left is not None:
             leaving.saved.let_go()
@@ -270,14 +270,14 @@ class ActivationOrder(Generic[H]):
         self._last = self._leaving = None
 
     def _before(self, call: SavedCall[H]) -> Iterator[SavedCall[H]]:
-        """Earlier calls whose backward comes next, the nearest first."""
+        """Yield earlier calls whose backward comes next, the nearest first."""
         calls = list(self._calls.values())
         for other in reversed(calls[: calls.index(call)] if call in calls else calls):
             if other.is_coming:
                 yield other
 
     def _take(self, call: SavedCall[H]) -> Taken[H]:
-        """A slot for what is wanted now: an idle one, or one in which something waits that can be brought again."""
+        """Take a slot for what is needed now: an idle one, or that of another call, which can be brought again."""
         pool = self._pools.pool("device", "activations", call.slot_bytes)
         slot = pool.take()
         if slot is None:
@@ -295,7 +295,7 @@ class ActivationOrder(Generic[H]):
 
     def _send(self, call: SavedCall[H]) -> None:
         unit, home, nbytes = call.unit, call.home, call.saved.nbytes
-        if not nbytes:  # all is lent
+        if not nbytes:  # all of it is borrowed
             call.left = call.loans[-1].lender.left
             return
         after, target = home.before_write(), home.span(0, nbytes)
@@ -305,7 +305,7 @@ class ActivationOrder(Generic[H]):
             after, target = {"activation slot free": taken.slot.free_after}, taken.slot.span(nbytes)
 
         def is_due() -> bool:
-            return call.is_needed  # else backward was faster
+            return call.is_needed  # False if its backward came first
 
         call.left = self._port.submit(
             Lane.D2H,
@@ -327,7 +327,7 @@ class ActivationOrder(Generic[H]):
                 after={"activations at hand": call.left, **home.before_write()},
                 work=Work(is_due=is_due),
             )
-            taken.slot.free_after = newest([*taken.slot.free_after, call.left])  # what writes may be skipped alone
+            taken.slot.free_after = newest([*taken.slot.free_after, call.left])  # the write alone may be skipped
             self._pools.give_kept(taken, home, call.left, home_written)
         home.perhaps_written_by(home_written)
 
@@ -344,7 +344,16 @@ class ActivationOrder(Generic[H]):
     def _carry(
         self, call: SavedCall[H], place: Taken[H], owner: SavedCall[H], start: int, nbytes: int, at: int
     ) -> None:
-        """Bring bytes that a call needs. Args: place: Its slot. owner: In whose home they are. at: Where they go."""
+        """Bring bytes that a call needs.
+
+        Args:
+            call: The call that needs them.
+            place: Its slot on the device.
+            owner: The call in whose home they rest.
+            start: First byte in that home.
+            nbytes: Number of bytes.
+            at: First byte in the slot.
+        """
         home = owner.home
         source, after = home.span(start, start + nbytes), home.before_read()
         if home.tier == "disk" and owner.staged is None:
@@ -366,7 +375,7 @@ class ActivationOrder(Generic[H]):
             owner.at_hand = call.came
 
     def _read_ahead(self, call: SavedCall[H]) -> None:
-        """From disk, for the calls whose backward comes next, as far as slots in host memory are idle."""
+        """Read from disk for the calls whose backward comes next, as far as slots in host memory are idle."""
         for other in self._before(call) if self._pools.of("host", "activations") else ():
             is_there = other.saved.is_held or other.place or other.staged
             if other.home.tier != "disk" or is_there or not other.saved.nbytes:
@@ -378,7 +387,7 @@ class ActivationOrder(Generic[H]):
             self._stage(other, taken)
 
     def _stage(self, call: SavedCall[H], taken: Taken[H]) -> None:
-        """Read it from disk into a slot, unless it is there still."""
+        """Read what a call saved from disk into a slot, unless the slot still holds a copy."""
         home, nbytes = call.home, call.saved.nbytes
         call.staged, call.at_hand = taken, taken.slot.kept_after
         if taken.slot.kept is not home:
@@ -393,7 +402,7 @@ class ActivationOrder(Generic[H]):
             home.read_by(call.at_hand)
 
     def _host_slot(self, nbytes: int) -> Taken[H]:
-        """One that is idle, or in which something waits that can be read again."""
+        """Take a slot in host memory: an idle one, or that of another call, which can be read again."""
         taken = self._pools.take_idle("host", "activations", nbytes)
         if taken is not None:
             return taken

@@ -1,17 +1,17 @@
-"""Which updates inside backward are made: decided in a run and in played time by the same rule.
+"""The rule that decides which updates inside backward are made, in a run and in played time.
 
 [Note: as many as there is time for] Backward may give gradients faster than updates take them. If all attempts were
 made in order, the units that forward needs first would be updated last, and forward would wait for everything. So an
-attempt whose turn comes when the gradients of the next one are home too is *overtaken*: it is not made. ``step()``
+attempt is *overtaken*, and not made, if the gradients of the next one are home too when its turn comes. ``step()``
 waits for the end of backward, gives up the attempts whose turn has not come, and updates all these units in the order
 of their next use. No rate is measured.
 
 [Note: left out] Updates in ``step()`` run beside forward, and forward waits for one of them at a time. When the last of
-them is over, their lane has nothing to do until backward gives its first gradient. So the last one should belong to one
-of the last units. But these come first in backward, when no attempt is overtaken yet: slots may even be filled for some
-of them before there is any gradient. So as many attempts as steps before could not make are left out on purpose, spread
-evenly from the second one on. At the end of backward it shows how many that is: with nothing lost and nothing under way
-there was time for one more, with more than two there were too many.
+these updates is over, their lane is idle until backward gives its first gradient. So the last one should belong to one
+of the last units. But backward reaches these first, when no attempt is overtaken yet; slots may even be filled for some
+of them before there is any gradient. So attempts are left out on purpose, as many as earlier steps could not make,
+spread evenly from the second one on. Their number is corrected at the end of backward: if fewer than two attempts are
+lost or still under way there was time for one more, if more than two are there were too many.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import threading
 from collections.abc import Callable, Iterable
 
 _BEHIND = 2
-"""Attempts that are lost or not yet over when backward is: with fewer, lanes may have had nothing to do."""
+"""Intended number of attempts lost or still under way at the end of backward; with fewer, lanes may have been idle."""
 
 
 class Attempt:
     """An update inside backward that may be made. See [Note: as many as there is time for]."""
 
     def __init__(self, has_gradients: Callable[[], bool], is_over: Callable[[], bool]) -> None:
-        """Args: has_gradients: Whether its gradients are home. is_over: Whether it was made; asked once it is due."""
+        """Args: has_gradients: Are its gradients home? is_over: Is the update over? Asked only if it is made."""
         self.has_gradients, self.is_over = has_gradients, is_over
         self.next: Attempt | None = None
-        """The one that was started after it."""
+        """The attempt that was started after it."""
         self._is_made: bool | None = None
-        """None until its turn comes, or ``step()`` does."""
+        """Whether it is made; None until its turn or ``step()`` comes."""
         self._deciding = threading.Lock()
 
     def is_due(self) -> bool:
-        """Asked by its operations, of which the first one decides."""
+        """Return whether it is made. Its operations ask this when their turn comes, and the first of them decides."""
         with self._deciding:
             if self._is_made is None:
                 self._is_made = self.next is None or not self.next.has_gradients()
@@ -50,30 +50,30 @@ class Attempt:
 
 
 class Attempts:
-    """Those of one loop, step by step. See [Note: left out]."""
+    """The attempts of one training loop, step by step. See [Note: left out]."""
 
     def __init__(self) -> None:
         self._last: Attempt | None = None
         self._num = 0
-        """Units that asked for one in this step."""
+        """Number of units that asked for an attempt in this step."""
         self._num_before = 0
-        """In the step before."""
+        """The same in the step before."""
         self._num_left_out = 0
 
     def wants_next(self) -> bool:
-        """Whether the next unit is to be tried; asked once for each."""
+        """Return whether to start an attempt for the next unit. To be called once for each unit."""
         place, self._num = self._num, self._num + 1
         left_out, total = self._num_left_out, self._num_before
         return all(place != 1 + i * total // left_out for i in range(left_out))
 
     def add(self, attempt: Attempt) -> None:
-        """One was started."""
+        """Note that an attempt was started."""
         if self._last is not None:
             self._last.next = attempt
         self._last = attempt
 
     def settle(self, started: Iterable[Attempt]) -> None:
-        """Backward is over: give up the attempts whose turn has not come. Args: started: In this step."""
+        """End backward: give up the attempts whose turn has not come. Args: started: All attempts of this step."""
         num_behind = sum([not (attempt.settle() and attempt.is_over()) for attempt in started])
         if self._num:
             more = max((num_behind - 1) // 2, 1) if num_behind > _BEHIND else -(num_behind < _BEHIND)
@@ -81,5 +81,5 @@ class Attempts:
             self._num_before, self._num = self._num, 0
 
     def reset(self) -> None:
-        """A step was cut short."""
+        """Forget the attempts of a step that was cut short."""
         self._num, self._last = 0, None

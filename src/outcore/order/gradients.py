@@ -1,10 +1,11 @@
 """Gradients of a unit: into a bucket, home, and added to what is there.
 
-[Note: turns] With several ranks a unit's gradients are exchanged once in each backward pass, and units take turns in an
-order that is the same on all ranks, whatever they visit: exchanges meet in the order of submission. A rank that did not
-reach a unit sends a bucket all the same, and says that nothing in it counts. What is added up at home are the runs of
-all ranks, one after the other, so the sum is that of a plain loop over the micro-batches of all ranks in turn. From
-three ranks on, a sum that rests in host memory comes to the device for that: it is shorter than the runs of all ranks.
+[Note: turns] With several ranks a unit's gradients are exchanged once in each backward pass. Exchanges meet in the
+order of submission, so units take turns in an order that is the same on all ranks, whatever a rank visits. A rank that
+did not reach a unit sends a bucket all the same, and says that nothing in it counts. The runs of all ranks are added
+one after another to the sum at home, so the result is that of a plain loop over the micro-batches of all ranks in turn.
+From three ranks on, a sum that rests in host memory comes to the device for that, since it is shorter than the runs of
+all ranks.
 """
 
 from __future__ import annotations
@@ -21,52 +22,52 @@ from outcore.spec.layout import sums_on_device
 
 
 class GradientWork(Protocol):
-    """What is done with the gradients of one pass. On paper, nothing."""
+    """The work on a unit's gradients of one pass. On paper it does nothing."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the pass gave."""
+        """Bytes of gradients that the pass gave."""
 
     def leave(self, target: Span) -> Deed:
         """Copy them to host memory as autograd made them."""
 
     def landed(self) -> None:
-        """They are to be what is at home."""
+        """Note that they replace what is at home."""
 
     def add_on_device(self) -> None:
-        """Add them to what lives on the device, at once."""
+        """Add them at once to the sums that live on the device."""
 
     def add_on_host(self, landing: Span, target: Span) -> Deed:
-        """Add what landed to what is at home."""
+        """Add what landed to the sums at home."""
 
 
 class SharedWork(Protocol):
-    """What is done with the gradients of one pass by several ranks. On paper, nothing."""
+    """The work of several ranks on a unit's gradients of one pass. On paper it does nothing."""
 
     def put_in(self, bucket: Span) -> None:
-        """Compute puts into a bucket what is not there yet."""
+        """Let compute put into a bucket what is not there yet."""
 
     def exchange(self, bucket: Span, received: Span) -> Deed:
         """Send every rank its run of the bucket, and receive this rank's run of all buckets, in rank order."""
 
     def add_runs(self, received: Span, target: Span) -> Deed:
-        """Add the runs of all ranks to what is at home, in rank order."""
+        """Add the runs of all ranks to the sums of earlier passes, in rank order."""
 
 
 class GradientOrder(Generic[H]):
-    """What a backward pass submits for gradients."""
+    """Submits the operations of a backward pass on gradients."""
 
     def __init__(self, port: Port[H], pools: Pools[H], supply: Supply[H]) -> None:
         self._port, self._pools, self._supply = port, pools, supply
 
     def collect(self, unit: Ledger[H], made: H | None, make_room: Callable[[SlotPool[H]], None]) -> tuple[Span, H]:
-        """Compute puts gradients into the unit's bucket. Returns the bucket, and what is behind that.
+        """Let compute put gradients into the unit's bucket. Returns the bucket and the operation on compute.
 
         Args:
-            unit: Its gradients rest elsewhere than on the device.
-            made: What put others there in this pass.
-            make_room: Sends those of another unit home, where units that come again hold all buckets of a pool. What
-                is left of it is added there.
+            unit: A unit whose gradients leave through a bucket.
+            made: Operation that put earlier gradients of this pass into the bucket, if there was one.
+            make_room: Empties a bucket of another unit if all buckets of a pool are taken: it sends these gradients
+                home early, and later ones are added there. With several ranks it takes them out of the bucket.
         """
         nbytes = unit.spec.bucket_bytes
         after: dict[str, Dependency[H]] = {"gradients made": made}
@@ -81,12 +82,12 @@ class GradientOrder(Generic[H]):
         return bucket, self._port.compute("gradients of", unit, writes=[bucket], after=after)
 
     def send(self, unit: Ledger[H], work: GradientWork, *, is_first: bool) -> None:
-        """Send the sums of a pass home; the bucket is given back.
+        """Send the sums of a pass home, and give the bucket back.
 
         Args:
-            unit: Autograd is done with it in this pass.
-            work: What is done with them.
-            is_first: Nothing at home counts.
+            unit: A unit that autograd is done with in this pass.
+            work: Work on its gradients.
+            is_first: Whether these are the first gradients, so that the bytes at home do not count.
         """
         home = unit.gradients
         if home.tier == "device":
@@ -105,7 +106,7 @@ class GradientOrder(Generic[H]):
     def share(
         self, unit: Ledger[H], work: SharedWork, make_room: Callable[[SlotPool[H]], None], *, is_first: bool
     ) -> H:
-        """Exchange runs; each rank adds up those of its own. A rank that did not reach the unit takes part, too.
+        """Exchange runs, and add up this rank's own. A rank that did not reach the unit takes part, too.
 
         Args: as for ``collect`` and ``send``. Returns the exchange.
         """
@@ -184,7 +185,7 @@ class GradientOrder(Generic[H]):
     def _exchange(
         self, unit: Ledger[H], work: SharedWork, make_room: Callable[[SlotPool[H]], None]
     ) -> tuple[Taken[H], H]:
-        """Runs of all ranks, in a slot on the device."""
+        """Submit the exchange. Returns the slot that receives this rank's run of all buckets, and the operation."""
         nbytes = unit.spec.bucket_bytes
         if unit.bucket is None:
             bucket, _ = self.collect(unit, None, make_room)
@@ -206,7 +207,7 @@ class GradientOrder(Generic[H]):
         return taken, exchanged
 
     def let_go(self, unit: Ledger[H]) -> None:
-        """Compute has taken out what was in the unit's bucket."""
+        """Give the unit's bucket back after compute has taken out what was in it."""
         self._give_bucket(unit, self._port.mark("gradients taken out", unit))
 
     def _give_bucket(self, unit: Ledger[H], last_use: H) -> None:
@@ -232,7 +233,7 @@ class GradientOrder(Generic[H]):
         return copied
 
     def _land(self, unit: Ledger[H], work: GradientWork, *, is_first: bool) -> None:
-        """Gradients that are not simply copied to their home pass through a landing slot."""
+        """Send gradients home through a landing slot, since they cannot simply be copied there."""
         taken = self._pools.take("host", "landing", unit.spec.bucket_bytes)
         landing = taken.slot.span(unit.spec.bucket_bytes)
         landed = self._copy_out(unit, work, landing, {"landing free": taken.slot.free_after})

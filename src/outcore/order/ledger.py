@@ -1,6 +1,6 @@
-"""Who wrote bytes last, and who reads them since: homes of a unit, and slots that units take turns in.
+"""Records of the last writer of bytes and of their readers since: homes of a unit, and slots that units take turns in.
 
-``H`` is what stands for a submitted operation: a handle in a run, an entry of a schedule on paper.
+``H`` stands for a submitted operation: a handle in a run, an entry of a schedule on paper.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outcore.spec.plan import Tier, UnitPlan
 
 
 class OnLane(Protocol):
-    """An operation that was submitted."""
+    """A submitted operation."""
 
     @property
     def lane(self) -> str:
@@ -26,13 +26,16 @@ class OnLane(Protocol):
 H = TypeVar("H", bound=OnLane)
 Dependency = Union[H, Iterable[Union[H, None]], None]  # noqa: UP007 (evaluated, and H is no class)
 After = Mapping[str, Dependency[H]]
-"""Label -> what must have happened first. Labels are short phrases: ``slot free``, ``weights written``."""
+"""Label -> operations that must be over first. Labels are short phrases: ``slot free``, ``weights written``."""
 
 
 def newest(handles: Iterable[H]) -> list[H]:
-    """The last operation of each lane, in the order of submission: whoever comes after these comes after all of them.
+    """Return the last operation of each lane. What comes after these comes after all of them.
 
-    Keeps a list of readers short, and unlike a look at ``done`` always in the same way.
+    This keeps lists of readers short. Dropping handles that are ``done`` would, too, but not in the same way each time.
+
+    Args:
+        handles: Operations in the order of submission.
     """
     return list({handle.lane: handle for handle in handles}.values())
 
@@ -44,55 +47,58 @@ class Span(NamedTuple):
     start: int
     stop: int
     nbytes: int
-    """How many they are."""
+    """Number of bytes."""
     memory: Any
-    """In a run: the buffer or extent."""
+    """Buffer or extent in a run; None on paper."""
 
     def part(self, start: int, stop: int) -> Span:
-        """The bytes [start, stop) of it, which begins where its home or slot does."""
+        """Return the bytes [start, stop) of a span that begins where its home or slot does."""
         return Span(self.of, start, stop, stop - start, None if self.memory is None else self.memory.part(start, stop))
 
 
 @dataclass(slots=True, eq=False)
 class Home(Generic[H]):
-    """Where bytes of one kind rest. A reader waits for the last writer; a writer for it and for all readers since."""
+    """Place where bytes of one kind rest.
+
+    A reader waits for the last writer. A writer waits for the last writer and for all readers since.
+    """
 
     name: str
-    """Such as ``next states of model.layers.3``."""
+    """Name such as ``next states of model.layers.3``."""
     kind: str
     """``weights``, ``gradients``, ``states`` or ``activations``, for labels."""
     tier: Tier
     nbytes: int
     memory: Any = None
-    """In a run: the buffer or extent. None where there are no bytes, and on paper."""
+    """Buffer or extent in a run. None if there are no bytes, and on paper."""
     ready: H | None = None
     readers: list[H] = field(default_factory=list)
 
     def span(self, start: int = 0, stop: int | None = None) -> Span:
-        """A part of it."""
+        """Return the bytes [start, stop) of the home; all of them by default."""
         stop, memory = self.nbytes if stop is None else stop, self.memory
         if memory is not None and stop - start != self.nbytes:
             memory = memory.part(start, stop)
         return Span(self, start, stop, stop - start, memory)
 
     def before_read(self) -> dict[str, Dependency[H]]:
-        """What a reader waits for."""
+        """Return what a reader waits for."""
         return {f"{self.kind} written": self.ready}
 
     def before_write(self) -> dict[str, Dependency[H]]:
-        """What a writer waits for."""
+        """Return what a writer waits for."""
         return {f"{self.kind} written": self.ready, f"{self.kind} read": self.readers}
 
     def read_by(self, reader: H) -> None:
-        """An operation that reads was submitted."""
+        """Note that a reader was submitted."""
         self.readers = newest([*self.readers, reader]) if self.readers else [reader]
 
     def written_by(self, writer: H) -> None:
-        """An operation that writes was submitted, and came after ``before_write``."""
+        """Note that a writer was submitted, which comes after ``before_write``."""
         self.ready, self.readers = writer, []
 
     def perhaps_written_by(self, writer: H) -> None:
-        """The same of one that may be skipped: then it has waited for nobody, and readers are still there."""
+        """Note a writer that may be skipped. Readers are kept: a skipped writer does not wait for them."""
         self.ready = writer
 
 
@@ -101,34 +107,34 @@ class Slot(Generic[H]):
     """Bytes that units take turns in."""
 
     name: str
-    """Such as ``bucket slot 2 on device``."""
+    """Name such as ``bucket slot 2 of 8192 bytes on device``."""
     tier: Tier
     nbytes: int
     memory: Any = None
-    """In a run: the buffer."""
+    """Buffer in a run; None on paper."""
     free_after: list[H] = field(default_factory=list)
-    """What must be done before its bytes may be overwritten."""
+    """Operations that must be over before its bytes may be overwritten."""
     ready: H | None = None
-    """What brought the weights that it holds."""
+    """Operation that brought the weights that it holds."""
     kept: Home[H] | None = None
-    """Of which home on disk it still has a copy, while it is idle."""
+    """Home on disk of which it still has a copy, while it is idle."""
     kept_after: H | None = None
-    """What made the copy."""
+    """Operation that made the copy."""
 
     def span(self, stop: int, start: int = 0) -> Span:
-        """Its first bytes, or those after ``start``."""
+        """Return the bytes [start, stop) of the slot."""
         memory = self.memory
         is_part = memory is not None and stop - start != self.nbytes
         return Span(self, start, stop, stop - start, memory.part(start, stop) if is_part else memory)
 
 
 class Ledger(Generic[H]):
-    """The homes of one unit, and what the order of a step keeps in mind about it."""
+    """The homes of one unit, and what else the order of a step must remember about the unit."""
 
     def __init__(self, index: int, spec: UnitSpec, plan: UnitPlan, model: ModelSpec) -> None:
-        """Args: index: In the plan's order."""
+        """Args: index: Index of the unit in the plan's order."""
         self.index, self.spec, self.plan = index, spec, plan
-        self.name = spec.name or "root"  # for people
+        self.name = spec.name or "root"  # for messages
         self.cut = weights_home(spec, plan)
         self.state_specs = states_of(spec, plan, model)
         self.has_master = has_master(plan, model.precision)
@@ -141,14 +147,14 @@ class Ledger(Generic[H]):
             Home(f"activations {of}", "activations", plan.activations, plan.saved_bytes)
             for _ in range(model.micro_batches_in_unit)
         ]
-        """One for each call of a batch."""
+        """Homes of activations, one for each piece in which the unit runs a batch."""
         # Second homes, see [Note: early updates].
         self.next_weights: Home[H] = Home(f"next weights {of}", "weights", "host", spec.trainable_bytes)
         self.next_states: Home[H] = Home(f"next states {of}", "states", plan.states, nbytes)
         self.bucket: Taken[H] | None = None
-        """Where gradients of the pass that is running are on the device."""
+        """Bucket slot with the gradients of the running pass."""
         self.slot: Slot[H] | None = None
-        """Where the weights are on the device while they live elsewhere."""
+        """Slot on the device that holds the weights, if they live elsewhere."""
 
     @property
     def starts_from_weights(self) -> bool:
@@ -156,7 +162,7 @@ class Ledger(Generic[H]):
         return not self.has_master or CODES in self.state_specs
 
     def rest_in(self, kind: str, memory: Any) -> None:
-        """Give homes of one kind their memory. Args: memory: Buffer or extent for all of them."""
+        """Give the homes of one kind their memory. Args: memory: Buffer or extent for all of them."""
         if kind != "activations":
             getattr(self, kind).memory = memory
             return
@@ -164,21 +170,21 @@ class Ledger(Generic[H]):
             home.memory = memory.part(i * home.nbytes, (i + 1) * home.nbytes)
 
     def let_go(self) -> None:
-        """Forget where bytes are, so that their memory can be given back."""
+        """Forget where the bytes are, so that their memory can be given back."""
         whole = self.weights, self.gradients, self.states, self.next_weights, self.next_states
         for home in (*whole, *self.activations):
             home.memory = None
         self.slot = None
 
     def weights_on_device(self) -> Span | None:
-        """Where the weights are on the device now, if they are."""
+        """Return where the weights are on the device now, or None if they are not."""
         if self.cut.is_resident:
             return self.weights.span() if self.weights.nbytes else None
         return None if self.slot is None else self.slot.span(self.slot.nbytes)
 
 
 class Taken(NamedTuple, Generic[H]):
-    """A slot, and the pool to which it is given back."""
+    """A slot, and the pool to which it is to be given back."""
 
     pool: Any
     slot: Slot[H]

@@ -1,4 +1,4 @@
-"""The port through which the order of a step is submitted: to lanes in a run, to a list on paper."""
+"""The port to which the order of a step submits operations: it leads to lanes in a run, to a list on paper."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from outcore.spec.schedule import Kind
 
 Answer = Callable[[], bool]
 Deed = Callable[[], object] | None
-"""What an operation does; None for a copy, which the port makes, and on paper."""
+"""The function that an operation runs. None for a copy, which the port makes itself, and on paper."""
 
 
 class Work(NamedTuple):
-    """What an operation does, and whether."""
+    """What an operation does, and whether it does it."""
 
     deed: Deed = None
-    """None: each span that is written gets the bytes of the one at the same place in those that are read."""
+    """Function that the operation runs.
+    None: a copy, from each span in ``reads`` to the span at the same index in ``writes``."""
     moved: int | None = None
-    """Bytes that count as moved; None: those that are written, if it is a copy."""
+    """Bytes that count as moved. None: those that are written, if it is a copy."""
     is_due: Answer | None = None
-    """Asked when its turn comes. If not, it is over at once and waits for nothing but its lane."""
+    """Question asked when the operation's turn comes.
+    If it is not due, it is over at once, and waits for nothing but its lane."""
     is_wanted: Answer | None = None
-    """Of a copy: asked when all that comes first has happened; if not, nothing is done."""
+    """Question for a copy, asked when everything that comes before it is over.
+    If the copy is not wanted, nothing is done."""
 
 
 COPY = Work()
@@ -35,7 +38,7 @@ H = TypeVar("H", bound=OnLane)
 
 
 class Port(Protocol[H]):
-    """Takes operations, in order."""
+    """Takes operations in the order of submission."""
 
     def submit(
         self,
@@ -51,25 +54,34 @@ class Port(Protocol[H]):
         """Queue an operation at the end of a lane.
 
         Args:
-            lane: Who runs it.
-            kind: What it is, for its name.
-            unit: Whose bytes it works on.
-            reads: What it reads.
-            writes: What it writes.
-            after: What must have happened first.
+            lane: Lane that runs it.
+            kind: Its kind, with which its name begins.
+            unit: Unit whose bytes it works on.
+            reads: Bytes that it reads.
+            writes: Bytes that it writes.
+            after: Operations that must be over first.
             work: What it does.
         """
 
     def compute(
         self, kind: Kind, unit: Ledger[H], *, reads: Sequence[Span] = (), writes: Sequence[Span] = (), after: After[H]
     ) -> H:
-        """Order compute behind ``after``; what follows there reads and writes these bytes."""
+        """Let compute wait for ``after``. What compute is given next reads and writes these bytes."""
 
     def mark(self, what: str, unit: Ledger[H], *, wrote: Sequence[Span] = ()) -> H:
-        """Behind everything that compute was given so far. Args: what: Happened, of the unit. wrote: Bytes, by it."""
+        """Return an operation that is over when compute has done all that it was given so far.
+
+        Args:
+            what: What has then happened, for its name.
+            unit: The unit that it concerns.
+            wrote: Bytes that compute has then written.
+        """
 
     def wait(self, label: str, dependency: Dependency[H], *, frees: Sequence[Span] = ()) -> None:
-        """The host blocks until these are over. Args: frees: Memory that it gives to others then."""
+        """Block the host until these operations are over. Args: frees: Memory that the host then gives away."""
 
     def freed(self, of: Home[H] | Slot[H], lane: Lane, after: After[H] = NOTHING) -> H | None:
-        """Nobody reads its bytes until they are written again. What must be over before that, if anything."""
+        """Note that nothing reads these bytes until they are written again.
+
+        Returns the operation that the next writer must wait for, if there is one.
+        """

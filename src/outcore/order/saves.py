@@ -1,8 +1,8 @@
-"""Saving: homes are copied to a checkpoint behind what writes them; what writes them next waits for its own copy only.
+"""Saving: a home is copied to a checkpoint after its last writer, and its next writer waits for this copy only.
 
-[Note: saving beside training] Between two updates a home does not change, a whole forward and backward long. So no
-second copy is needed: bytes go from their home to the file, in blocks. Weights on the device are also the user's to
-edit. So their copy comes behind all that compute was given before, and ``runtime.weights`` lets nobody edit them
+[Note: saving beside training] Between two updates, for a whole forward and backward, a home does not change. So no
+second copy is needed: bytes go from their home to the file in blocks. Weights on the device may also be edited by the
+user. So they are copied behind everything that compute was given before, and ``runtime.weights`` prevents edits
 meanwhile.
 """
 
@@ -19,10 +19,10 @@ def save_homes(port: Port[H], homes: Sequence[tuple[Ledger[H], Home[H]]], spans:
     """Submit a deed that saves something made of bytes of some homes.
 
     Args:
-        port: Takes it.
-        homes: With the units that they are of.
-        spans: Their bytes.
-        deed: Copies them.
+        port: Port that takes the operation.
+        homes: The homes, each with its unit.
+        spans: Bytes of these homes that are saved.
+        deed: Function that copies the bytes.
     """
     after: dict[str, list[H | None]] = {}
     for unit, home in homes:

@@ -1,10 +1,10 @@
 """Pools of slots.
 
-[Note: what slots keep] A slot through which states, gradients or activations went to disk keeps its copy until somebody
-else takes it. What is there still is not read again. ``step()`` begins with the units whose states are still in slots,
-unless the plan says otherwise (``Plan.kept_updated_first``). Gradients that came last are taken from the slot in which
-they landed, and so are the activations of the last forwards.
-Whoever else writes to that home on disk makes the copy worthless (``Pools.forget``).
+[Note: what slots keep] A slot through which states, gradients or activations went to disk keeps its copy until the slot
+is taken for something else. Bytes that are still in a slot are not read again. ``step()`` begins with the units whose
+states are still in slots, unless the plan says otherwise (``Plan.kept_updated_first``). The gradients that came last
+are taken from the slots in which they landed, and so are the activations of the last forwards.
+Any other write to that home on disk makes the copy worthless (``Pools.forget``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outcore.spec.plan import Plan, PoolKind, Tier
 
 
 class SlotPool(Generic[H]):
-    """Equal slots. Taking and giving happens when operations are submitted; the bytes are guarded by ``free_after``."""
+    """Equal slots. They are taken and given back when operations are submitted; ``free_after`` guards the bytes."""
 
     def __init__(self, kind: PoolKind, tier: Tier, slot_bytes: int) -> None:
         self.kind, self.tier, self.slot_bytes = kind, tier, slot_bytes
@@ -38,28 +38,28 @@ class SlotPool(Generic[H]):
         return slot
 
     def take(self) -> Slot[H] | None:
-        """The slot that was given back longest ago, or None if all are taken."""
+        """Take the slot that was given back longest ago. Returns None if all are taken."""
         return self._idle.popleft() if self._idle else None
 
     def take_kept(self, home: Home[H]) -> Slot[H] | None:
-        """The idle slot with a copy of a home, if there is one."""
+        """Take the idle slot with a copy of a home. Returns None if there is none."""
         slot = next((s for s in self._idle if s.kept is home), None)
         if slot is not None:
             self._idle.remove(slot)
         return slot
 
     def spared(self) -> list[Home[H]]:
-        """What idle slots keep, but for the one that is taken next; all if there is only one."""
+        """Return the homes of which idle slots keep a copy. The slot that is taken next counts only if it is alone."""
         idle = list(self._idle)[min(1, len(self.slots) - 1) :]
         return [slot.kept for slot in idle if slot.kept is not None]
 
     def give(self, slot: Slot[H], free_after: Iterable[H | None]) -> None:
-        """Give a slot back; whoever takes it next must wait for ``free_after``."""
+        """Give a slot back. Whatever is written to it next must wait for ``free_after``."""
         slot.free_after = [handle for handle in free_after if handle is not None]
         self._idle.append(slot)
 
     def reclaim(self) -> None:
-        """Take all slots back, whoever has them, and forget what they hold; nothing may be in flight."""
+        """Take all slots back from their holders and forget what they hold. Nothing may be in flight."""
         for slot in self.slots:
             slot.free_after, slot.kept, slot.kept_after = [], None, None
         self._idle = deque(self.slots)
@@ -69,11 +69,11 @@ class Pools(Generic[H]):
     """All slots of a plan."""
 
     def __init__(self, plan: Plan, port: Port[H]) -> None:
-        """Args: plan: Checked: every pool that a unit needs is there."""
+        """Args: plan: A checked plan, which has every pool that a unit needs."""
         self._port = port
         self._pools: dict[tuple[Tier, PoolKind], list[SlotPool[H]]] = {}
         self.planned: list[list[Slot[H]]] = []
-        """By the index of a pool in the plan."""
+        """Slots of each pool, by the pool's index in the plan."""
         for pool in plan.pools:
             mine = self._alike(pool.tier, pool.kind, pool.slot_bytes)
             self.planned.append([mine.add() for _ in range(pool.num_slots)])
@@ -88,18 +88,18 @@ class Pools(Generic[H]):
         return found
 
     def of(self, tier: Tier, kind: PoolKind) -> list[SlotPool[H]]:
-        """All pools of a kind, smallest slots first."""
+        """Return all pools of a kind, smallest slots first."""
         return self._pools.get((tier, kind), [])
 
     def slots(self, tier: Tier, kind: PoolKind) -> list[Slot[H]]:
-        """All slots of a kind, smallest first."""
+        """Return all slots of a kind, smallest first."""
         return [slot for pool in self.of(tier, kind) for slot in pool.slots]
 
     def pool(self, tier: Tier, kind: PoolKind, nbytes: int) -> SlotPool[H]:
-        """The pool of the smallest slots that hold ``nbytes``.
+        """Return the pool with the smallest slots that hold ``nbytes``.
 
         Raises:
-            MemoryBudgetError: The plan has none (``check_plan`` should have refused it).
+            MemoryBudgetError: The plan has no such pool; ``check_plan`` should have refused it.
         """
         pools = self.of(tier, kind)
         found = next((p for p in pools if p.slot_bytes >= nbytes), None)
@@ -112,14 +112,14 @@ class Pools(Generic[H]):
         return found
 
     def take(self, tier: Tier, kind: PoolKind, nbytes: int) -> Taken[H]:
-        """Take a slot from a pool whose slots are always given back at submission, so that one is always idle."""
+        """Take a slot from a pool in which one is always idle, since its slots are given back at submission."""
         taken = self.take_idle(tier, kind, nbytes)
         if taken is None:
             raise AssertionError(f"no idle {kind} slot on {tier}: one was not given back")
         return taken
 
     def take_idle(self, tier: Tier, kind: PoolKind, nbytes: int) -> Taken[H] | None:
-        """Take a slot, if one is idle."""
+        """Take a slot. Returns None if none is idle."""
         pool = self.pool(tier, kind, nbytes)
         slot = pool.take()
         if slot is None:
@@ -131,7 +131,7 @@ class Pools(Generic[H]):
         return Taken(pool, slot)
 
     def take_kept(self, kind: PoolKind, home: Home[H]) -> Taken[H] | None:
-        """Take the idle slot in host memory with a copy of a home, if there is one."""
+        """Take the idle slot in host memory with a copy of a home. Returns None if there is none."""
         for pool in self.of("host", kind):
             slot = pool.take_kept(home)
             if slot is not None:
@@ -139,29 +139,29 @@ class Pools(Generic[H]):
         return None
 
     def give(self, taken: Taken[H], last_use: H, lane: Lane) -> None:
-        """Give a slot back after its last use, on a lane; it keeps nothing."""
+        """Give a slot back after its last use, on a lane. It keeps no copy."""
         pool, slot = taken
-        free_after = newest([*slot.free_after, last_use])  # what it kept may still be on its way to disk
+        free_after = newest([*slot.free_after, last_use])  # an earlier copy in it may still be on its way to disk
         slot.kept = slot.kept_after = None
         free = self._port.freed(slot, lane, {"slot free": free_after})
         pool.give(slot, free_after if free is None else [free])
 
     def give_kept(self, taken: Taken[H], home: Home[H], made: H, written: H) -> None:
-        """Give a slot back that keeps a copy of what it brought to disk. Other copies are worth nothing now.
+        """Give back a slot that keeps a copy of what was written from it to disk. Older copies are forgotten.
 
         Args:
-            taken: In host memory.
-            home: Where its first bytes were written.
-            made: What made them.
-            written: What wrote them.
+            taken: The slot, in host memory.
+            home: Home on disk to which its first bytes were written.
+            made: Operation that made these bytes.
+            written: Operation that wrote them.
         """
         self.forget(home)
         pool, slot = taken
         slot.kept, slot.kept_after = home, made
-        pool.give(slot, newest([*slot.free_after, written]))  # what writes may be skipped, and wait for nothing
+        pool.give(slot, newest([*slot.free_after, written]))  # a skipped write does not wait for ``free_after``
 
     def forget(self, home: Home[H]) -> None:
-        """Bytes on disk change: copies of them in slots are worth nothing."""
+        """Forget copies of a home on disk, because its bytes change."""
         for slots in self.planned:
             for slot in slots:
                 if slot.kept is home:
@@ -170,7 +170,7 @@ class Pools(Generic[H]):
     def reclaim(self) -> None:
         """Take all slots back; nothing may be in flight.
 
-        Slots of weights are never taken: they are with the unit whose weights they hold.
+        Slots for weights are left alone: they are never taken from a pool, but stay with the unit that they hold.
         """
         for (_, kind), pools in self._pools.items():
             if kind != "weights":

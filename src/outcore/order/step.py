@@ -1,4 +1,4 @@
-"""All that a step submits, over one port: in a run and on paper."""
+"""Everything that a step submits through one port, in a run and on paper."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from outcore.spec.plan import Plan
 
 
 class StepOrder(Generic[H]):
-    """Ledgers of all units, slots, and what is submitted for weights, activations, gradients and updates."""
+    """Ledgers of all units, their slots, and the orders of weights, activations, gradients and updates."""
 
     def __init__(self, model: ModelSpec, plan: Plan, port: Port[H]) -> None:
-        """Nothing is submitted.
+        """Make ledgers and slots; nothing is submitted yet.
 
         Args:
-            model: Units in the plan's order.
-            plan: Checked against it.
-            port: Takes the operations.
+            model: Model with units in the plan's order.
+            plan: Plan that was checked against the model.
+            port: Port that takes the operations.
         """
         pairs = enumerate(zip(model.units, plan.units, strict=True))
         self.ledgers: list[Ledger[H]] = [Ledger(i, spec, unit, model) for i, (spec, unit) in pairs]

@@ -1,4 +1,4 @@
-"""What an update needs in host memory: gradients, states, room for new weights; brought from other tiers where needed.
+"""Supply of updates in host memory: gradients, states and room for new weights, brought from other tiers if needed.
 
 See [Note: what slots keep].
 """
@@ -16,7 +16,7 @@ from outcore.spec.lanes import Lane
 
 @dataclass(slots=True)
 class Borrowed(Generic[H]):
-    """Bytes that an update needs in memory, what must have happened before, and their slot if they are in one."""
+    """Bytes that an update needs in memory, the operations to wait for, and the slot if the bytes are in one."""
 
     span: Span
     after: After[H]
@@ -24,15 +24,18 @@ class Borrowed(Generic[H]):
 
 
 class Supply(Generic[H]):
-    """Brings the bytes of an update together and takes slots back."""
+    """Brings the bytes of an update together, and gives slots back afterwards."""
 
     def __init__(self, port: Port[H], pools: Pools[H]) -> None:
         self._port, self._pools = port, pools
 
     def gradients(self, unit: Ledger[H], is_due: Answer | None = None) -> Borrowed[H]:
-        """Gradients at rest, in host memory; to be given back. Args: is_due: Asked before they are read from disk.
+        """Provide accumulated gradients in host memory, to be given back with ``give_back_gradients``.
 
-        With ``is_due`` they are read even if they are in a slot still: their way home must not wait for updates.
+        Args:
+            unit: The unit.
+            is_due: Asked before gradients are read from disk. With ``is_due`` they are read even if a slot still holds
+                them, since slots for gradients on their way home must not wait for updates.
         """
         home = unit.gradients
         if home.tier == "host":
@@ -44,7 +47,7 @@ class Supply(Generic[H]):
         return self.fetch_gradients(unit, is_due)
 
     def room_for_gradients(self, unit: Ledger[H]) -> Borrowed[H]:
-        """A host slot in which the first gradients of a unit on disk are put together."""
+        """Take a host slot in which the first gradients of a unit are put together, if their home is disk."""
         taken = self._pools.take("host", "gradients", unit.gradients.nbytes)
         return Borrowed(taken.slot.span(unit.gradients.nbytes), {"gradient slot free": taken.slot.free_after}, taken)
 
@@ -69,14 +72,14 @@ class Supply(Generic[H]):
                 Lane.D2H, "gradients of", unit, reads=[home.span()], writes=[target], after=after
             )
         home.read_by(fetched)
-        # Who uses the slot may be skipped, and wait for nothing.
+        # The operation that uses the slot may be skipped, and then it waits for nothing.
         taken.slot.free_after = newest([*taken.slot.free_after, fetched])
         return Borrowed(target, {"gradients fetched": fetched}, taken)
 
     def states(self, unit: Ledger[H], is_due: Answer | None = None) -> Borrowed[H] | None:
-        """States in host memory: their home, or a slot that is being filled from disk. None where there are none.
+        """Provide states in host memory: their home, or a slot filled from disk. Returns None if there are none.
 
-        With ``is_due`` they are read only: new ones go to the second home.
+        With ``is_due`` the home is only read, since new states go to the second home.
         """
         home = unit.states
         if not home.nbytes:
@@ -100,7 +103,7 @@ class Supply(Generic[H]):
         return Borrowed(target, {"states fetched": read}, taken)
 
     def new_weights(self, unit: Ledger[H]) -> Borrowed[H]:
-        """Where the new trainable weights are written: their home, or a slot on the way there."""
+        """Provide the place to write new trainable weights to: their home, or a slot on the way there."""
         start, stop = unit.cut.updated
         if unit.weights.tier == "host":
             return Borrowed(unit.weights.span(start, stop), unit.weights.before_write())
@@ -111,7 +114,7 @@ class Supply(Generic[H]):
         return Borrowed(target, after, taken)
 
     def old_weights(self, unit: Ledger[H], target: Span, after: After[H], is_due: Answer | None = None) -> After[H]:
-        """Start reading trained weights from disk to where the new ones are written. Returns: what comes behind it."""
+        """Start reading old trained weights from disk into the place of the new ones. Returns what to wait for then."""
         read = self._port.submit(
             Lane.STATES_READ,
             "read old weights of",
@@ -125,7 +128,7 @@ class Supply(Generic[H]):
         return {"old weights read": read}
 
     def give_back_gradients(self, unit: Ledger[H], grads: Borrowed[H], done: H) -> None:
-        """They were last used by an update."""
+        """Give gradients back after their last use by an update."""
         if grads.taken is None:
             unit.gradients.read_by(done)
         else:
@@ -140,17 +143,17 @@ class Supply(Generic[H]):
         is_due: Answer | None = None,
         is_wanted: Answer | None = None,
     ) -> None:
-        """Updated states are home with ``done``, or on the way from their slot to disk; the slot keeps a copy.
+        """Note that ``done`` updates states. If they are in a slot, write them to disk; the slot keeps a copy.
 
         Args:
-            unit: Whose they are.
-            states: Where they were updated.
-            home: Where they are to be.
+            unit: The unit.
+            states: Place where the states are updated.
+            home: Their home.
             done: The update that makes them.
             is_due: See ``Work``.
-            is_wanted: See there.
+            is_wanted: See ``Work``.
         """
-        read = home.readers  # by a save, from the place that is written now
+        read = home.readers  # saves that read the bytes that are written now
         written_by = home.written_by if is_due is None else home.perhaps_written_by
         written_by(done)
         if states.taken is None:

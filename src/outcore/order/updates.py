@@ -1,17 +1,17 @@
-"""Updates: behind the next forward on the host, inside backward, or on the device.
+"""Updates: on the host behind the next forward, inside backward, or on the device.
 
 [Note: staged updates] The device updates faster than the CPU, and the link has room beside the fetches. So a plan may
 give the device a share of the units whose states live in host memory. States and gradients of such a unit go to a
-staging slot on the device and are updated there. Then states and new weights go home. Each of these has a lane of its
-own, so that with two slots one unit comes while another one leaves. The rule and its blocks are those of every update;
-on a GPU results agree to the rounding of one kernel with those of the CPU.
+staging slot on the device and are updated there. Then new weights and states go home. Copies in, updates and copies out
+have a lane each, so that with two slots one unit comes while another one leaves. Rule and blocks are those of every
+update. On a GPU the results agree with those of the CPU to the rounding of one kernel.
 
 The idea is that of Deep Optimizer States (arXiv:2410.21316, section 4), without its limit of one half.
 
-[Note: one copy] Of weights that ranks of a machine share in host memory each rank writes its own run. Nobody may read
-there any more by then, and nobody before all have written. So a step begins with a meeting, for which each rank waits
-until its own reads are over, and each update ends with one; both on the lane on which new weights go. Between two steps
-nobody waits for another rank.
+[Note: one copy] If ranks of a machine share weights in host memory, each rank writes its own run there. It may write
+only when all reads of the old weights are over, and the new ones may be read only when all ranks have written. So a
+step begins with a meeting of the ranks, for which each rank waits until its own reads are over, and each update ends
+with a meeting. Both use the lane of new weights. Between two steps no rank waits for another.
 """
 
 from __future__ import annotations
@@ -31,50 +31,50 @@ from outcore.spec.plan import Plan
 
 
 class UpdateWork(Protocol[H]):
-    """What is done in the update of one unit. On paper, nothing."""
+    """The work of one unit's update. On paper it does nothing."""
 
     @property
     def is_early(self) -> bool:
-        """Whether what was done inside backward is what ``step()`` asks for."""
+        """Whether the update that ``step()`` asks for was made inside backward."""
 
     @property
     def factors(self) -> list[H]:
-        """What must be over before the host, or a lane of the device, can read the factors of the gradients."""
+        """Operations that must be over before the host, or a lane of the device, can read the gradients' factors."""
 
     def begin(self) -> None:
-        """The weights are about to change."""
+        """Note that the weights are about to change."""
 
     def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
         """Update on compute."""
 
     def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> Deed:
-        """Update in host memory. Args: is_slot: New weights pass through a slot, which goes home as a whole."""
+        """Update in host memory. Args: is_slot: New weights pass through a slot, all of which is copied home."""
 
     def staged(self, grads: Span, states: Span, weights: Span, scratch: Span) -> Deed:
-        """Update in a staging slot, of which these are the parts; new weights go home as a whole."""
+        """Update in the given parts of a staging slot. All new weights are copied home, also those not updated."""
 
     def weights_sent(self) -> None:
-        """New weights are on their way to the device."""
+        """Note that new weights are on their way to the device."""
 
     def gather(self, weights: Span) -> Deed:
-        """Give the run that was updated here to all ranks that have it, and take theirs."""
+        """Send this rank's new run to all ranks that have the same runs, and receive theirs."""
 
 
 class EarlyWork(Protocol):
-    """What an update inside backward does. On paper, nothing."""
+    """The work of an update inside backward. On paper it does nothing."""
 
     def out_of_place(self, grads: Span, new: tuple[Span | None, Span], old: tuple[Span | None, Span | None]) -> Deed:
-        """From old states and weights to new ones."""
+        """Make new states and weights from old ones."""
 
     def is_due(self) -> bool:
-        """Whether there is time for it, when its turn comes."""
+        """Return whether there is time for it. Asked when its turn comes."""
 
     def is_wanted(self) -> bool:
-        """Whether ``step()`` has not asked for something else."""
+        """Return whether it may still be used: False once ``step()`` has asked for something else."""
 
 
 class UpdateOrder(Generic[H]):
-    """What updates submit."""
+    """Submits the operations of updates."""
 
     def __init__(
         self, model: ModelSpec, plan: Plan, port: Port[H], pools: Pools[H], supply: Supply[H], weights: WeightOrder[H]
@@ -91,13 +91,14 @@ class UpdateOrder(Generic[H]):
     ) -> None:
         """Submit all updates of a step.
 
-        The order is kept, but for units whose states are still in slots: if the plan says so they come first, and are
-        not read again. The slot next in line does not count: the first unit whose states must be read takes it.
+        Units are updated in the given order, with one exception: if the plan says so, units whose states are still in
+        slots come first, and these states are not read again. The slot next in line does not count, since the first
+        unit whose states must be read takes it.
 
         Args:
-            units: In the order in which forward needs them. None is bound.
-            work_of: What is to be done; None: nothing.
-            meet: Waits for all ranks. See [Note: one copy].
+            units: Units in the order in which forward needs them. No unit may be bound.
+            work_of: Unit -> its update; None: it is not updated.
+            meet: Function that waits for all ranks. See [Note: one copy].
         """
         pools = self._pools.of("host", "states") if self._kept_first else []
         kept: set[Home[H]] = {home for pool in pools for home in pool.spared()}
@@ -119,7 +120,7 @@ class UpdateOrder(Generic[H]):
                 self._on_host(unit, work)
 
     def _begin(self, meet: Deed) -> None:
-        """Nobody reads the copies any more that ranks share. See [Note: one copy]."""
+        """Submit a meeting, after which no rank reads old weights in shared copies. See [Note: one copy]."""
         homes = [unit.weights for unit in self._shared]
         used = newest(handle for home in homes for handle in (home.ready, *home.readers) if handle is not None)
         met = self._port.submit(
@@ -188,7 +189,10 @@ class UpdateOrder(Generic[H]):
         self._pools.give(target.taken, self._send_weights(unit, target.span, done, work), lane)
 
     def _gathered(self, unit: Ledger[H], new: Span, done: H, work: UpdateWork[H]) -> H:
-        """The new weights of all ranks that have the same runs, which are this rank's own so far."""
+        """Complete new weights, of which this rank has made only its own run, with the runs of other ranks.
+
+        Returns the operation after which the new weights are complete.
+        """
         if unit.cut.num_copies == 1 and not unit.cut.is_one_copy:
             return done
         moved = (unit.cut.num_copies - 1) * unit.spec.run_bytes
@@ -219,26 +223,26 @@ class UpdateOrder(Generic[H]):
         return sent
 
     def _unused(self, unit: Ledger[H]) -> dict[str, H]:
-        """Compute has used the weights that live on the device."""
+        """Return what a write to weights on the device must wait for: compute has used the old ones."""
         return {"weights used": self._port.mark("weights used", unit)} if unit.cut.is_resident else {}
 
     # Inside backward. See [Note: early updates].
 
     def attempt(self, unit: Ledger[H], work: EarlyWork) -> None:
-        """Update out of place, into the second homes."""
+        """Submit an update out of place, into the second homes."""
         is_due = work.is_due
         grads, old = self._supply.gradients(unit, is_due), self._supply.states(unit, is_due)
         after = {**grads.after, **({} if old is None else old.after)}
         old_states, new_states = None, None
-        if old is not None:  # from disk they come as a copy, which may be changed in place
+        if old is not None:  # states from disk come as a copy in a slot, which may be changed in place
             old_states, new_states = (old.span, unit.next_states.span()) if old.taken is None else (None, old.span)
         old_weights = None
-        # A save may still read what rests in the second homes: they were the first ones a step ago.
+        # A save may still read the second homes: they were the first homes a step ago.
         after |= {"next weights read": unit.next_weights.readers}
         if unit.starts_from_weights and unit.weights.tier == "host":
             old_weights = unit.weights.span()
             after |= unit.weights.before_read()
-        elif unit.starts_from_weights:  # they become the new ones there
+        elif unit.starts_from_weights:  # read into the second home, and changed into the new weights there
             free = {"next weights written": unit.next_weights.ready, "next weights read": unit.next_weights.readers}
             after |= self._supply.old_weights(unit, unit.next_weights.span(), free, is_due)
         reads = [grads.span, *(span for span in (old_weights, old_states) if span is not None)]
@@ -264,11 +268,11 @@ class UpdateOrder(Generic[H]):
             self._supply.write_states(unit, old, unit.next_states, updated, is_due, work.is_wanted)
 
     def forget_attempt(self, unit: Ledger[H]) -> None:
-        """What was made early is not wanted."""
+        """Forget copies in slots of what an early update made, since it is not wanted."""
         self._pools.forget(unit.next_states)
 
     def _change_places(self, unit: Ledger[H], work: UpdateWork[H]) -> None:
-        """The second homes are the first ones now; weights that live elsewhere are sent there."""
+        """Exchange first and second homes. If weights live on the device or on disk, the new ones are sent there."""
         unit.states, unit.next_states = unit.next_states, unit.states
         sent: H | None = None
         if unit.weights.tier == "host":
@@ -305,7 +309,7 @@ class UpdateOrder(Generic[H]):
         taken.pool.give(taken.slot, [*left, free])
 
     def _bring(self, unit: Ledger[H], free_after: list[H], states: Span, grads: Span, weights: Span) -> H:
-        """Copy what the update reads: states, gradients that rest in host memory, weights that it starts from."""
+        """Copy to the device what the update reads: states, gradients in host memory, weights that it starts from."""
         wanted = [(unit.states, states), (unit.gradients, grads)] + [(unit.weights, weights)] * unit.starts_from_weights
         pairs = [(home, part) for home, part in wanted if part.nbytes]
         firsts = [unit.cut.updated[0] if home is unit.weights else 0 for home, _ in pairs]
@@ -325,9 +329,9 @@ class UpdateOrder(Generic[H]):
         return brought
 
     def _take_home(self, unit: Ledger[H], states: Span, weights: Span, updated: H, work: UpdateWork[H]) -> list[H]:
-        """Copy new weights and states to their homes; what must be over before the slot is free.
+        """Copy new weights and states to their homes. Returns what must be over before the staging slot is free.
 
-        Weights go first: the next forward waits for them, and nothing for the states but the next update.
+        Weights go first, since the next forward waits for them; only the next update waits for the states.
         """
         sent = self._port.submit(
             Lane.DEVICE_UPDATE if unit.weights.tier == "device" else Lane.STATES_D2H,

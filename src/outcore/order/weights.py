@@ -1,13 +1,13 @@
-"""Weights on the move: into slots on the way to compute, to be used there, and out of date after an update.
+"""Weights on the move: into slots on the way to compute, used there, and out of date after an update.
 
 [Note: weight slots] A unit whose weights do not live on the device borrows a slot there. After unbinding, the slot
-stays with the unit ("cached") until another unit needs it; weights never change in a slot, so evicting moves no
+stays with the unit ("cached") until another unit needs it. Weights never change in a slot, so evicting moves no
 bytes. The next fetch into the slot waits for the compute that read it. Weights whose home is disk pass through slots on
-the host, which are kept in the same way and written again after the fetch that read them.
+the host. These are cached in the same way, and written again only after the fetch that read them.
 
-[Note: cut fetches] Of weights that are cut over ranks a fetch brings this rank's runs to their places in the slot, and
-an all-gather fills in the others. Runs that rest on the device go into the all-gather from there. All-gathers meet in
-the order in which they are submitted. So all ranks visit the same units in the same order, and move the same weights.
+[Note: cut fetches] If weights are cut over ranks, a fetch brings this rank's runs to their places in the slot, and an
+all-gather fills in the others. Runs that rest on the device go into the all-gather from there. All-gathers meet in the
+order in which they are submitted. So all ranks must visit the same units in the same order, and move the same weights.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from outcore.spec.schedule import Phase
 
 
 class WeightSlots(Generic[H]):
-    """Slots for weights on one tier, and whose weights they hold: units by index in slots by index."""
+    """Slots for weights on one tier, and the units whose weights they hold. Slots and units are given by index."""
 
     def __init__(self, slots: Sequence[Slot[H]], port: Port[H], label: str) -> None:
-        """Args: slots: Smallest first. label: Of what must have happened before a slot is written again."""
+        """Args: slots: Smallest first. label: Label of what must be over before a slot is written again."""
         self.slots = list(slots)
         self.holders: list[int | None] = [None] * len(slots)
-        """Unit whose weights each slot holds, as the homes have them."""
+        """Unit whose current weights each slot holds."""
         self.sizes = [slot.nbytes for slot in slots]
         self._port, self._label = port, label
 
     def find(self, unit: int) -> int | None:
-        """The slot that holds a unit's weights."""
+        """Return the slot that holds a unit's weights, if one does."""
         return self.holders.index(unit) if unit in self.holders else None
 
     def put(self, index: int, unit: int, ready: H) -> None:
-        """A slot that was vacated holds a unit's weights."""
+        """Note that a vacated slot holds a unit's weights."""
         slot, self.holders[index] = self.slots[index], unit
         slot.ready, slot.free_after = ready, []
 
     def reset(self, kept: Container[int]) -> None:
-        """Forget all contents but those of some units; nothing may be in flight. See [Note: cut short]."""
+        """Forget all contents but those of the given units. Nothing may be in flight. See [Note: cut short]."""
         for i, slot in enumerate(self.slots):
             if self.holders[i] not in kept:
                 self.holders[i] = slot.ready = None
                 slot.free_after = []
 
     def vacate(self, index: int) -> None:
-        """Forget a slot's content; who uses the slot next waits for its ``free_after``."""
+        """Forget a slot's content. The next writer of the slot waits for its ``free_after``."""
         if self.holders[index] is None:
             return
         slot = self.slots[index]
@@ -61,19 +61,19 @@ class WeightSlots(Generic[H]):
 
 
 class WeightOrder(Generic[H]):
-    """What is submitted so that weights are where compute uses them."""
+    """Submits the operations that bring weights to where compute uses them."""
 
     def __init__(self, units: Sequence[Ledger[H]], port: Port[H], pools: Pools[H]) -> None:
-        """Args: units: All, in the plan's order."""
+        """Args: units: All units, in the plan's order."""
         self.units, self._port = units, port
         self.on_device = WeightSlots(pools.slots("device", "weights"), port, "slot free")
         self.on_host = WeightSlots(pools.slots("host", "weights"), port, "staging free")
         self.all_gather: Callable[[Ledger[H], Span, Span], Deed] = _on_paper
-        """Unit, home, slot -> what fills a slot with the runs of all sharers. This rank's are in the home if that is
-        on the device, else in the slot."""
+        """Unit, home, slot -> deed that fills the slot with the runs of all sharers. This rank's runs are in the home
+        if that is on the device, else in the slot."""
 
     def fetch(self, index: int, place: int) -> None:
-        """Bring weights into a device slot, whatever it holds. Those whose home is disk are in a host slot."""
+        """Bring weights into a device slot, whatever it holds. Weights whose home is disk must be in a host slot."""
         unit = self.units[index]
         self.vacate_on_device(place)
         slot, nbytes = self.on_device.slots[place], unit.spec.weight_bytes
@@ -100,13 +100,13 @@ class WeightOrder(Generic[H]):
         unit.slot = slot
 
     def _runs(self, unit: Ledger[H], source: Span, slot: Slot[H]) -> tuple[list[Span], list[Span]]:
-        """From a home or its slot in host memory to their places in a slot on the device."""
+        """Return this rank's runs in a home or host slot, and their places in a slot on the device."""
         runs = unit.cut.runs()
         reads = [source.part(run.home, run.home + run.nbytes) for run in runs]
         return reads, [slot.span(run.layout + run.nbytes, run.layout) for run in runs]
 
     def _put_together(self, unit: Ledger[H], whole: Span, after: After[H]) -> H:
-        """See [Note: cut fetches]."""
+        """Submit the all-gather that completes weights in a slot. See [Note: cut fetches]."""
         home = unit.weights.span()
         return self._port.submit(
             Lane.LINK,
@@ -135,7 +135,7 @@ class WeightOrder(Generic[H]):
         self.on_host.put(place, index, read)
 
     def use(self, unit: Ledger[H], phase: Phase) -> None:
-        """Compute uses the weights of a unit, which are on the device or on the way there."""
+        """Let compute use the weights of a unit, which are on the device or on the way there."""
         span, slot = unit.weights_on_device(), unit.slot
         after: dict[str, Dependency[H]] = {"weights fetched": None if slot is None else slot.ready}
         if unit.cut.is_resident:
@@ -143,12 +143,12 @@ class WeightOrder(Generic[H]):
         self._port.compute(phase.value, unit, reads=[] if span is None else [span], after=after)
 
     def used(self, unit: Ledger[H]) -> None:
-        """Compute is done with them: the slot, if they are in one, may go to another unit."""
+        """Note that compute is done with the weights. If they are in a slot, it may go to another unit."""
         if unit.slot is not None:
             unit.slot.free_after = [self._port.mark("weights used", unit)]
 
     def invalidate(self, unit: Ledger[H]) -> None:
-        """Forget cached weights: the home holds other ones now, or will."""
+        """Forget cached weights, since the home holds other ones now, or will."""
         if unit.slot is not None:
             self.vacate_on_device(self.on_device.slots.index(unit.slot))
         staged = self.on_host.find(unit.index)
@@ -169,4 +169,4 @@ class WeightOrder(Generic[H]):
 
 
 def _on_paper(*_: object) -> None:
-    """Nothing is done there."""
+    """Do nothing."""

@@ -1,1 +1,1 @@
-"""How fast this machine is: measured in seconds, kept, and read by whoever plans."""
+"""How fast this machine is. Measuring takes seconds; the result is kept, and the planner reads it."""

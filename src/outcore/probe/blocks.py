@@ -1,11 +1,10 @@
-"""Seconds of real blocks: one of each kind runs on the device that is here, forward and backward.
+"""Seconds of real blocks: one block of each kind runs forward and backward on this machine's device.
 
-[Note: a real block] What a block takes can be worked out from its operations and the rates of the machine
-(``planning.timing``). Kernels of other shapes than the probe's, memory that is fresh in every step and the Python
-around kernels make it differ: steps of 59M parameters on two cores took 1.1 to 1.4 times as long. So one block of each
-kind is run, with values of no meaning in parameters and arguments. Several of its forwards are alive at a time, as in a
-step, so that they find as little memory as there that was used before. The rest of the model is run with blocks that do
-nothing.
+[Note: a real block] The time of a block can be computed from its operations and the machine's rates
+(``planning.timing``). Real time differs: kernels have other shapes than the probe's, each step gets fresh memory, and
+Python runs around the kernels. Steps of 59M parameters on two cores took 1.1 to 1.4 times as long. So one block of each
+kind is run, with arbitrary values in parameters and arguments. Several of its forwards are alive at a time. As in a
+step, they then find little memory that was used before. The rest of the model is run with blocks that do nothing.
 """
 
 from __future__ import annotations
@@ -33,28 +32,31 @@ from outcore.saving.small_state import random_states, restore_random_states
 from outcore.torch_private import pytree
 
 _LEAST_TURNS, _LEAST_S, MOST_S = 3, 0.1, 1.0
-"""Of one measurement, behind a turn that is not counted; what takes longer computes so much that counting tells it."""
+"""Turns and seconds that a measurement takes at least, after a turn that is not counted; and the limit of a part.
+
+A part whose counted time is above ``MOST_S`` is not run: it computes so much that counting is accurate enough.
+"""
 _AT_A_TIME = 4
-"""Forwards that are alive; fewer where they take long or much."""
+"""Forwards alive at once; fewer if one takes long or saves much."""
 _OF_FREE = 4
-"""No measurement takes more than this part of the free memory."""
+"""A measurement may use one part in this many of the free device memory."""
 _SPREAD = 0.02
-"""Of values, as weights begin."""
+"""Standard deviation of the values, like that of initial weights."""
 
 
 def measure_blocks(
     cut: Partition, calls: Calls, device: Device, counted_s: Mapping[str, float]
 ) -> list[UnitTimes | None]:
-    """Seconds of one block of each kind; None where it does not run alone, or takes too long or too much memory.
+    """Measure one block of each kind; None for a block that does not run alone, or needs too much time or memory.
 
     Args:
         cut: The model; parts of it may be on the meta device. Nothing of it changes.
-        calls: Of its forward over a micro-batch.
-        device: That will compute.
-        counted_s: Unit -> seconds of its forward and backward, as far as operations tell.
+        calls: The calls of blocks in a forward over a micro-batch.
+        device: The device that will compute.
+        counted_s: Unit -> seconds of its forward and backward, computed from its operations.
 
-    Time: some 0.2 s for each kind, and four times as long as it takes where that is more. Memory of the device: a block
-    with its gradients, and what some forwards save.
+    Time: some 0.2 s for each kind, or four times the block's own time if that is more. Device memory: a block with its
+    gradients, and what some forwards save.
     """
     weights = {unit.name: unit.weight_bytes for unit in cut.spec.units if counted_s[unit.name] <= MOST_S}
     calling = ((partial(_Block, cut, call, device), weights.get(call.unit)) for call in calls.kinds.values())
@@ -64,14 +66,14 @@ def measure_blocks(
 def measure_rest(
     cut: Partition, sample: Mapping[str, Any], calls: Calls, device: Device, counted_s: Mapping[str, float]
 ) -> UnitTimes | None:
-    """Seconds of what is in no block. Args: as for ``measure_blocks``. sample: Keyword arguments of the forward."""
+    """Measure what is in no block. Args: as for ``measure_blocks``. sample: Keyword arguments of the forward."""
     if counted_s[""] > MOST_S:
         return None
     return _measured(partial(_Rest, cut, sample, calls, device), cut.spec.units[0].weight_bytes, device)
 
 
 class _Part(Protocol):
-    """Of a model, with values."""
+    """A part of the model that can run: its tensors have values."""
 
     @property
     def own(self) -> Mapping[str, torch.Tensor]:
@@ -79,14 +81,14 @@ class _Part(Protocol):
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
-        """That get gradients."""
+        """Tensors that get gradients."""
 
     def forward(self) -> list[torch.Tensor]:
-        """What backward begins with."""
+        """Run the part. Returns the tensors from which backward begins."""
 
 
 class _Lent(nn.Module):
-    """A module whose parameters are lent, without what hangs on its own call."""
+    """Runs the forward of a module with lent parameters, without the hooks of the module's own call."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -117,12 +119,12 @@ class _Block:
         self.leaves = _leaves([*self.own.values(), *given])
 
     def forward(self) -> list[torch.Tensor]:
-        """Its results."""
+        """Run the call. Returns those of its results that require gradients."""
         return _leaves(pytree.tree_leaves(_run(self._module, self.own, self._args, self._kwargs)))
 
 
 class _Rest:
-    """A model whose blocks give what they are given, or something as large."""
+    """A model whose blocks compute nothing: each returns its arguments, or zeros of the right shapes."""
 
     def __init__(self, cut: Partition, sample: Mapping[str, Any], calls: Calls, device: Device) -> None:
         self._cut, self._calls, where = cut, calls, device.torch_device
@@ -134,7 +136,7 @@ class _Rest:
         )
 
     def forward(self) -> list[torch.Tensor]:
-        """The loss."""
+        """Run the model. Returns the loss, or nothing where there is none."""
         with ExitStack() as undo:
             for unit, module in zip(self._cut.spec.units[1:], self._cut.modules[1:], strict=True):
                 results = iter([self._calls.kinds[kind].result for kind in self._calls.of.get(unit.name, ())])
@@ -144,7 +146,7 @@ class _Rest:
 
 
 def _passed(results: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-    """A result of the right shapes that takes no time: of the arguments where they have these."""
+    """Return a result of the right shapes at next to no cost: views of arguments where those fit, else zeros."""
     given = _leaves(pytree.tree_leaves((args, kwargs)))
 
     def like(shape: Shape) -> torch.Tensor:
@@ -156,10 +158,10 @@ def _passed(results: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _own(cut: Partition, module: nn.Module, device: torch.device, but: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """Parameters with values of no meaning, in the dtypes in which they will be trained, and copies of buffers.
+    """Make parameters with arbitrary values, in the dtypes in which they will be trained, and copies of buffers.
 
-    Whatever the module reaches, by all of its names: also what other parts of the model have, too, so that nothing of
-    the user's is run. Args: but: Beginnings of names that are left out.
+    Everything that the module reaches is replaced, under all of its names, even if other parts of the model share it.
+    So none of the user's own tensors is used. Args: but: Prefixes of names to leave out.
     """
     specs = {param.name: param for unit in cut.spec.units for param in unit.params}
     trained = {id(p): specs[name] for name, p in cut.modules[0].named_parameters() if name in specs}
@@ -181,7 +183,7 @@ def _own(cut: Partition, module: nn.Module, device: torch.device, but: tuple[str
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:
-    """Floats get small ones, truths are true, and integers 0, which every table has."""
+    """Fill with small random floats, with True, or with the integer 0, which is an index of every table."""
     with torch.no_grad():
         if tensor.is_floating_point():
             return tensor.normal_(0.0, _SPREAD)
@@ -193,14 +195,14 @@ def _leaves(values: Any) -> list[torch.Tensor]:
 
 
 def _measured(make: Callable[[], _Part], nbytes: int, device: Device) -> UnitTimes | None:
-    """Args: nbytes: Of weights."""
+    """Measure a part; None if it does not run alone or is too large. Args: nbytes: Size of its weights."""
     if 2 * nbytes > device.memory_bytes() // _OF_FREE:
         return None
     states = random_states(device)
     try:
         with torch.enable_grad():
             return _Measurement(make(), device).measured()
-    except Exception:  # it cannot run alone, or not with such values: its operations are counted
+    except Exception:  # it cannot run alone, or not with such values: the caller counts its operations
         return None
     finally:
         torch.clear_autocast_cache()
@@ -208,14 +210,14 @@ def _measured(make: Callable[[], _Part], nbytes: int, device: Device) -> UnitTim
 
 
 class _Measurement:
-    """Turns of one part: some forwards, then their backwards."""
+    """Takes turns of one part. A turn is some forwards, then their backwards."""
 
     def __init__(self, part: _Part, device: Device) -> None:
         self._part, self._device = part, device
         self._autocast = Autocast.now(device.torch_device)
 
     def measured(self) -> UnitTimes:
-        """The usual turn."""
+        """Return the usual times of a turn, per forward and backward."""
         start_s, saved_bytes = time.perf_counter(), self._saved_bytes()
         first_s = time.perf_counter() - start_s
         most = self._device.memory_bytes() // _OF_FREE // max(saved_bytes, 1)
@@ -226,7 +228,10 @@ class _Measurement:
         return UnitTimes(*(usual_s(column) for column in zip(*turns, strict=True)))
 
     def _saved_bytes(self) -> int:
-        """What autograd keeps of a forward. Kernels are chosen, and memory is touched."""
+        """Return the bytes that autograd saves in one forward.
+
+        This first run also makes torch choose its kernels, and touches memory.
+        """
         found: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -241,7 +246,7 @@ class _Measurement:
         return sum(found.values())
 
     def _forward(self) -> list[torch.Tensor]:
-        torch.clear_autocast_cache()  # weights are cast in every visit
+        torch.clear_autocast_cache()  # so that weights are cast in every visit
         return self._part.forward()
 
     def _turn(self, number: int) -> UnitTimes:
@@ -254,7 +259,7 @@ class _Measurement:
         gradients = [self._backward(made.pop()) for _ in range(number)]
         self._wait()
         end_s = time.perf_counter()
-        del gradients  # they were alive together, as those of all blocks are
+        del gradients  # they were alive together, as the gradients of all blocks are
         return UnitTimes(
             forward_s=(middle_s - start_s) / number,
             backward_s=(end_s - middle_s) / number,

@@ -1,9 +1,9 @@
-"""Measurements are kept, one per machine, and go stale when what they depend on changes.
+"""Kept measurements: one per machine, stale when something that they depend on changes.
 
-[Note: which machine] A machine is told by its processor, its memory, the cores that this process may keep busy, the
-device and the file systems of the disk tier; not by its name, since containers have a new one each time. A run has the
-measurement of its own file systems. A question without any has that of whichever were measured last. The versions of
-torch and of the measurement say whether what was kept still holds.
+[Note: which machine] A machine is identified by its processor, its memory, the cores that this process may keep busy,
+the device and the file systems of the disk tier. Its host name does not count, since containers get a new one each
+time. A run uses the measurement of its own file systems. A forecast without folders uses the latest measurement with
+any file systems. A kept measurement holds as long as the versions of torch and of the probe are the same.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from outcore.probe.links import Between
 
 PROBE_VERSION = "5"
-"""Of how it is measured: older measurements are stale."""
+"""Version of the method of measuring. Measurements with another version are stale."""
 
 
 def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: str) -> Hardware:
-    """Measure the machine. Args: effort: Its name; the rest as of ``probe.measure``."""
-    from outcore.probe.measure import EFFORTS, measure  # here: it imports the engine, and what is kept needs none
+    """Measure the machine. Args: effort: Name of an effort; the others are as for ``probe.measure``."""
+    from outcore.probe.measure import EFFORTS, measure  # here: it imports the engine, which readers do not need
 
     return measure(open_device, disks, EFFORTS[effort])
 
@@ -57,14 +57,14 @@ class Measured(Described):
     at: str
     """Date and time."""
     versions: Mapping[str, str]
-    """What it depends on besides the machine."""
+    """Versions on which the measurement depends besides the machine. See ``versions``."""
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> Self:
         """Read what ``to_json`` wrote.
 
         Raises:
-            ConfigError: Anything else.
+            ConfigError: The text is anything else.
         """
         try:
             data = json.loads(text)
@@ -76,20 +76,20 @@ class Measured(Described):
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine: a device, and folders of a disk tier."""
+    """This machine: a device, and the folders of a disk tier."""
 
     torch_device: torch.device | str | None
     disks: tuple[Path, ...] = ()
 
     @property
     def path(self) -> Path:
-        """Where its measurement is kept. See [Note: which machine]."""
+        """File of its measurement. See [Note: which machine]."""
         drives = sorted({str(_existing(folder).stat().st_dev) for folder in self.disks})
         return cache_folder() / ("-".join(["hardware", self._told, *([_digest(drives)] if drives else [])]) + ".json")
 
     @property
     def blocks_path(self) -> Path:
-        """Where seconds of blocks are kept, which no drive changes."""
+        """File of the seconds of blocks. These do not depend on drives."""
         return cache_folder() / f"blocks-{self._told}.json"
 
     @property
@@ -98,25 +98,25 @@ class Machine:
         return _digest(facts)
 
     def kept(self) -> Measured | None:
-        """What was kept, if it still holds. Says why if not."""
+        """Return the kept measurement if it still holds; warn if there is one that does not."""
         return _kept_in(self.path)
 
     def kept_with_a_disk(self) -> Measured | None:
-        """The latest that was kept of this machine with any drives."""
+        """Return the latest kept measurement of this machine with any drives."""
         found = map(_kept_in, self.path.parent.glob(f"{Machine(self.torch_device).path.stem}-*.json"))
         return max((each for each in found if each is not None), key=lambda each: each.at, default=None)
 
     def measure(self, effort: str, *, is_kept: bool = True, between: Between | None = None) -> Measured:
-        """Measure it.
+        """Measure the machine.
 
         Args:
             effort: ``whole`` or ``quick``.
-            between: What ranks have measured of it; None: there is one.
-            is_kept: For others that ask; not what was measured beside a run.
+            between: What ranks have measured between them; None if there is only one rank.
+            is_kept: Keep it for later use. Pass False for a measurement that was taken beside a run.
 
         Raises:
             DiskError: A folder cannot serve the disk tier.
-            MemoryBudgetError: There is no room to measure in.
+            MemoryBudgetError: There is too little memory to measure in.
         """
         hardware = measure(partial(open_device, self.torch_device), self.disks, effort)
         if between is not None:
@@ -129,17 +129,17 @@ class Machine:
 
     def _keep(self, found: Measured) -> None:
         path = self.path
-        with suppress(ConfigError, OSError):  # a home that cannot be written to: it is measured again next time
+        with suppress(ConfigError, OSError):  # the folder cannot be written to: measure again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             found.save(path)
-            self.blocks_path.unlink(missing_ok=True)  # they are measured again, too
+            self.blocks_path.unlink(missing_ok=True)  # blocks are measured again, too
 
     def at_hand(self) -> Hardware:
-        """What was kept, or else a quick measurement, which is said.
+        """Return the kept hardware. If there is none, measure quickly and warn about it.
 
         Raises:
             DiskError: A folder cannot serve the disk tier.
-            MemoryBudgetError: There is no room to measure in.
+            MemoryBudgetError: There is too little memory to measure in.
         """
         kept = self.kept()
         if kept is None:
@@ -152,7 +152,7 @@ class Machine:
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: below ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    """Return the folder of kept measurements: below ``XDG_CACHE_HOME``, by default ``~/.cache``."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "outcore"
 
@@ -178,7 +178,7 @@ def _digest(facts: Sequence[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What measurements depend on besides the machine."""
+    """Return the versions on which measurements depend besides the machine."""
     return {"torch": torch.__version__, "probe": PROBE_VERSION}
 
 

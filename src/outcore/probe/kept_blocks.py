@@ -1,6 +1,6 @@
-"""Seconds of blocks are kept beside the measurement of their machine, so that the same inputs give the same plan.
+"""Kept seconds of blocks, beside the measurement of their machine, so that the same inputs give the same plan.
 
-A block is told by its class, what it prints as, shapes and dtypes of parameters and arguments, and by autocast.
+A block is identified by its class, its printed form, shapes and dtypes of its parameters and arguments, and autocast.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from outcore.spec.text_file import Described
 from outcore.torch_private import pytree
 
 _MOST_S = 1e6
-"""Of a block; what was kept may have been edited."""
+"""Upper limit of a block's seconds. A larger number means that the file was edited."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptBlocks(Described):
-    """What blocks of any models took on one machine."""
+    """Seconds of blocks on one machine, from any models."""
 
     what: ClassVar[str] = "kept times of blocks"
 
     versions: Mapping[str, str]
     blocks: Mapping[str, Sequence[float]]
-    """By a digest of what the block is."""
+    """Digest that identifies a block -> its seconds, as in ``UnitTimes``."""
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> Self:
         """Read what ``to_json`` wrote.
 
         Raises:
-            ConfigError: Anything else.
+            ConfigError: The text is anything else.
         """
         try:
             found = cls(**cls._fields_in(text, where))
@@ -61,7 +61,7 @@ class KeptBlocks(Described):
 
 
 def runs_here(cut: Partition, hardware: Hardware, device: torch.device) -> bool:
-    """Whether a block that runs alone on the device that is here does what the machine will do in a run."""
+    """Whether a block that runs alone on this machine's device does what ``hardware`` will do in a run."""
     is_plain = not cut.quantized and cut.spec.micro_batches_in_unit == 1
     return is_plain and hardware.name == device_name(device)
 
@@ -69,14 +69,14 @@ def runs_here(cut: Partition, hardware: Hardware, device: torch.device) -> bool:
 def with_times(
     work: Mapping[str, UnitWork], cut: Partition, sample: Mapping[str, Any], device: Device, hardware: Hardware
 ) -> dict[str, UnitWork]:
-    """Work with the seconds that it takes on the device that is here: those that were kept, else measured ones.
+    """Add to each unit's work its seconds on this machine's device: kept ones, else measured now.
 
     Args:
-        work: Of every unit, by name.
+        work: Work of every unit, by name.
         cut: The model; parts of it may be on the meta device.
         sample: Keyword arguments of its forward: a micro-batch.
-        device: That will compute.
-        hardware: This machine. What takes it long is not run.
+        device: The device that will compute.
+        hardware: This machine. Its rates tell which blocks would take too long to run.
 
     Raises:
         ConfigError: The model cannot be run with these arguments, or not without values.
@@ -94,9 +94,9 @@ def with_times(
         counted_s = {name: rates.forward_s[name] + rates.backward_s[name] for name in work}
         known |= dict(zip(blocks, measure_blocks(cut, calls, device, counted_s), strict=True))
         known[rest] = measure_rest(cut, sample, calls, device, counted_s)
-        with suppress(ConfigError, OSError):  # a home that cannot be written to
+        with suppress(ConfigError, OSError):  # the folder cannot be written to
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept_now = {name: seconds for name, seconds in known.items() if seconds is not None}  # others may be later
+            kept_now = {name: seconds for name, seconds in known.items() if seconds is not None}  # others may run later
             dataclasses.replace(kept, blocks=kept_now).save(path)
     name_of = dict(zip(calls.kinds, names[:-1], strict=True))
     found = {unit: _sum([known[name_of[kind]] for kind in kinds]) for unit, kinds in calls.of.items()}
@@ -105,7 +105,10 @@ def with_times(
 
 
 def _names(cut: Partition, sample: Mapping[str, Any], kinds: Sequence[Hashable], device: Device) -> list[str]:
-    """Of kinds of blocks, then of the rest. Modules print their classes, sizes and settings."""
+    """Return digests: one for each kind of block, then one for the rest.
+
+    The printed form of a module has its classes, sizes and settings.
+    """
     model, autocast = cut.modules[0], Autocast.now(device.torch_device)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     batch = pytree.tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), dict(sample))
@@ -116,7 +119,7 @@ def _names(cut: Partition, sample: Mapping[str, Any], kinds: Sequence[Hashable],
 
 
 def _kept(path: Path) -> KeptBlocks:
-    """Those that still hold; none if they cannot be read."""
+    """Read the kept times that still hold; none if the file cannot be read."""
     with suppress(ConfigError):
         found = KeptBlocks.load(path)
         if found.versions == versions():
@@ -125,6 +128,6 @@ def _kept(path: Path) -> KeptBlocks:
 
 
 def _sum(parts: Sequence[UnitTimes | None]) -> UnitTimes | None:
-    """Of all calls of a unit; None if the seconds of one are not known."""
+    """Add up the seconds of all calls of a unit; None if those of one call are not known."""
     known = [part for part in parts if part is not None]
     return UnitTimes(*map(sum, zip(*known, strict=True))) if known and len(known) == len(parts) else None

@@ -1,4 +1,4 @@
-"""How fast ranks reach one another: measured by all of them at once, as they do it in a run."""
+"""How fast ranks reach one another. All of them measure at once, since all of them communicate at once in a run."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from outcore.spec.hardware import LinksPart, NetworkPart
 from outcore.spec.lanes import Lane
 
 _SIZES = (MIB, 32 * MIB)
-"""Of what a rank has when all have sent theirs."""
+"""Bytes that a rank has once all ranks have sent theirs."""
 _TIMES, _WINDOW_S = 5, 0.2
 _OWN_LINKS = 1.25
-"""Links that are so many times as fast as the bus are not on it."""
+"""Links that are more than this many times as fast as the bus do not run over it."""
 
 
 class Between(NamedTuple):
     """What connects ranks."""
 
     links: LinksPart | None
-    """None: each node has one rank."""
+    """None if each node has one rank."""
     network: NetworkPart | None
-    """None: there is one node."""
+    """None if there is one node."""
 
 
 def measure_links(world: World, device: Device, sizes: Sequence[int] = _SIZES) -> Between:
-    """Measure how ranks reach one another; a collective, during which nothing else should run.
+    """Measure how ranks reach one another. A collective; nothing else should run meanwhile.
 
     Args:
-        world: The ranks. Groups of lanes are made.
-        device: Of this rank.
-        sizes: Of what goes between them; the largest last.
+        world: The ranks. Process groups of lanes are made in it.
+        device: The device of this rank.
+        sizes: Bytes to exchange, the largest last.
 
-    Time: some 2 s. Memory: twice the largest size on the device, as much in host memory.
+    Time: some 2 s. Memory: twice the largest size on the device, the largest size in host memory.
     """
     world.join_lanes(device)
     per_node = world.size if world.size % world.local_size else world.local_size
@@ -57,7 +57,7 @@ def measure_links(world: World, device: Device, sizes: Sequence[int] = _SIZES) -
 
 
 class _Ranks:
-    """Buffers to measure with; they are given back with the stack."""
+    """Measures with buffers of its own, which are freed when the stack closes."""
 
     def __init__(self, world: World, device: Device, per_node: int, sizes: Sequence[int], closing: ExitStack) -> None:
         self._world, self._device, self._per_node = world, device, per_node
@@ -69,7 +69,7 @@ class _Ranks:
             world.open_groups(per_node)
 
     def links(self) -> LinksPart:
-        """Of a node."""
+        """Measure the links between ranks of a node."""
         device, per_node = self._device, self._per_node
         others = (per_node - 1) / per_node
         between = self._line(others, lambda nbytes: self._gather(self._there[:nbytes]))
@@ -96,7 +96,7 @@ class _Ranks:
         )
 
     def network(self) -> NetworkPart:
-        """Between nodes: at least that fast, since links of nodes are used meanwhile."""
+        """Measure the network between nodes: a lower bound, since links within nodes are used at the same time."""
         size, per_node = self._world.size, self._per_node
         into_node = per_node * (size - per_node) / size
         found = self._line(into_node, self._exchange)
@@ -104,7 +104,7 @@ class _Ranks:
         return NetworkPart(bytes_per_s=found.per_s, latency_s=found.latency_s, sources=sources)
 
     def _line(self, part: float, meet: Callable[[int], None]) -> Line:
-        """Args: part: Of a size, that passes. meet: All ranks send and receive so many bytes."""
+        """Measure at all sizes. Args: part: Part of a size that passes. meet: Sends and receives that many bytes."""
         return line({int(part * nbytes): self._usual_s(meet, nbytes) for nbytes in self._sizes})
 
     def _usual_s(self, meet: Callable[[int], None], nbytes: int) -> float:
@@ -116,7 +116,7 @@ class _Ranks:
             meet(nbytes)
             self._device.finish_copies()
             seconds.append(time.perf_counter() - start_s)
-        return usual_s(seconds[1:])  # the first one connects
+        return usual_s(seconds[1:])  # the first one opens connections
 
     def _gather(self, whole: torch.Tensor) -> None:
         place, run = self._world.rank % self._per_node, whole.numel() // self._per_node
@@ -127,7 +127,7 @@ class _Ranks:
         self._world.exchange(b"\0", self._there[:nbytes], self._received[:nbytes], "probe")
 
     def _to_devices(self) -> tuple[float, float]:
-        """Bytes per second from host memory to one device: alone, and while all ranks of the node do so."""
+        """Measure bytes per second from host memory to one device: alone, and while all ranks of the node copy."""
         load = work.copies(self._device, Lane.H2D, self._there, self._here, min(self._sizes[-1], 4 * MIB))
         load.turn()
         self._world.all_of(None)

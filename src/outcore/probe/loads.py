@@ -1,4 +1,4 @@
-"""Loads of single links, run alone or beside one another, and how fast each of them went meanwhile."""
+"""Loads of single links, run alone or beside one another, and the speed of each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LEAST_TURNS = 3
 
 @dataclass(frozen=True)
 class Load:
-    """Work for one link, again and again."""
+    """Work for one link, to be repeated."""
 
     link: str
     amount: float
-    """Of one turn: bytes, parameters or operations."""
+    """Bytes, parameters or operations of one turn."""
     turn: Callable[[], object]
-    """Returns when its work is over."""
+    """Does the work of one turn; returns when that is over."""
     is_compute: bool = False
     """Only the calling thread can do it."""
 
@@ -45,27 +45,27 @@ class _Run:
             self.error = error
 
     def number(self, start_s: float, end_s: float) -> float:
-        """Turns between two moments, with the parts of those that only overlap."""
+        """Count turns between two moments; a turn that lies partly between them counts in part."""
         return sum(max(min(end, end_s) - max(start, start_s), 0.0) / (end - start) for start, end in self.turns)
 
 
 def usual_speed(load: Load, window_s: float) -> float:
-    """Amount per second of a load that is alone, as if no other program ran on the machine.
+    """Measure the amount per second of a load that runs alone, as if no other program ran on the machine.
 
     Args:
         load: The load.
-        window_s: For so long, and until it has had a few turns.
+        window_s: How long to run it at least; it also gets a few turns at least.
     """
     (run,) = _run([load], window_s)
     return load.amount / usual_s([end - start for start, end in run.turns])
 
 
 def speeds(loads: Sequence[Load], window_s: float) -> dict[str, float]:
-    """Amount per second of each, while all of them run.
+    """Measure the amount per second of each load while all of them run.
 
     Args:
         loads: At most one of them is compute.
-        window_s: For so long, and until each has had a few turns.
+        window_s: How long to run them at least; each also gets a few turns at least.
     """
     runs = _run(loads, window_s)
     start_s, end_s = max(run.turns[0][0] for run in runs), min(run.turns[-1][1] for run in runs)

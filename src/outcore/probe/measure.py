@@ -1,8 +1,8 @@
-"""Measure this machine: every link at several sizes, alone and beside the others, in seconds.
+"""Measure this machine in some seconds: every link at several sizes, alone and beside each other one.
 
-[Note: what is shared] Links run in pairs. What is left of their speeds tells how much each takes of what they share
-(``samples.parts``): host memory and, where the device is the CPU, the cores. Both directions of the bus, and reading
-and writing of the drive, have a figure of their own.
+[Note: what is shared] Links also run in pairs. Their remaining speeds tell how much each takes of what they share
+(``samples.parts``): host memory and, where the device is the CPU, the cores. The two directions of the bus have a
+figure of their own, and so have reading and writing of the drive.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from outcore.spec.lanes import Lane
 
 MIB = 2**20
 _OF_FREE = 16
-"""No buffer takes more than this part of what is free."""
+"""A buffer takes at most one part in this many of the free memory."""
 _MOVED_BYTES = 28.0
-"""By an update, per parameter."""
+"""Bytes that an update moves per parameter."""
 _KERNELS = 500
 _TIMES = 3
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
@@ -46,15 +46,15 @@ class Effort:
     """How much is measured, and how long."""
 
     window_s: float
-    """Of every measurement."""
+    """Seconds of every measurement."""
     buffer_bytes: int
-    """On either side of the bus; more than caches hold."""
+    """Size of the buffers on either side of the bus; more than caches hold."""
     sizes: Sequence[int]
-    """Bytes of copies and transfers, the largest last."""
+    """Bytes of one copy or transfer, the largest last."""
     disk_bytes: int
-    """That are written and read."""
+    """Bytes to write and read."""
     steps: int
-    """Of a small model."""
+    """Steps of a small model, for the engine's time per visit."""
 
 
 WHOLE = Effort(window_s=0.3, buffer_bytes=256 * MIB, sizes=(MIB // 16, MIB, 16 * MIB), disk_bytes=512 * MIB, steps=40)
@@ -63,16 +63,16 @@ EFFORTS: Mapping[str, Effort] = {"whole": WHOLE, "quick": QUICK}
 
 
 def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Effort = WHOLE) -> Hardware:
-    """Measure the machine. What it takes is given back; random numbers go on as if nothing had been.
+    """Measure the machine. All that it takes is freed, and the state of random generators is restored.
 
     Args:
         open_device: Opens the device that computes.
-        disks: Folders of the disk tier; none: the disk is not measured.
-        effort: How much is measured.
+        disks: Folders of the disk tier. Without any, the disk is not measured.
+        effort: How much to measure.
 
     Raises:
-        DiskError: A folder cannot serve; nothing is left behind.
-        MemoryBudgetError: There is not even room for this.
+        DiskError: A folder cannot serve the disk tier; nothing is left behind.
+        MemoryBudgetError: There is too little memory even for this.
 
     Time: the whole effort some 15 s, the quick one 3 s. Memory: up to 0.5 GiB of the device, 1 GiB of the host.
     """
@@ -99,22 +99,22 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
 
 
 class _Links(NamedTuple):
-    """What was found out about links."""
+    """What was measured of links."""
 
     lines: Mapping[str, Line]
-    """Of those that move bytes."""
+    """Link -> its rate and latency, for links that move bytes."""
     alone: Mapping[str, float]
-    """Link -> bytes or parameters per second, with copies as large as they come."""
+    """Link -> bytes, parameters or operations per second, with the largest copies."""
     left: Mapping[tuple[str, str], tuple[float, ...]]
-    """Two links -> what is left of their speeds while both run."""
+    """Two links -> the parts of their speeds that remain while both run."""
 
     def both(self, pair: tuple[str, str]) -> float:
-        """What two that run at once come to, counted in one that runs alone."""
+        """Return the speed of two links at once in multiples of one alone: 2 if neither slows the other down."""
         return min(max(sum(self.left[pair]), 0.5), 2.0)
 
 
 class _Probe:
-    """Buffers and workers to measure with; they are closed with the stack."""
+    """Measures with buffers and workers of its own, which are closed with the stack."""
 
     def __init__(self, device: Device, effort: Effort, closing: ExitStack) -> None:
         self._device, self._effort, self._closing = device, effort, closing
@@ -123,7 +123,7 @@ class _Probe:
         self._buffer_bytes = max(least, most // least * least)
 
     def device_part(self) -> DevicePart:
-        """What computes."""
+        """Measure the device."""
         device, through_bytes = self._device, self._effort.sizes[-1]
         update = work.device_updates(device, device.allocate(self._buffer_bytes))
         return DevicePart(
@@ -141,7 +141,7 @@ class _Probe:
         )
 
     def links(self, store: DiskStore | None) -> _Links:
-        """Everything else: alone at several sizes, then in pairs."""
+        """Measure everything else: each link alone at several sizes, then links in pairs."""
         sizes = self._effort.sizes
         moves = self._moves(store)
         points = {link: {size: size / self._rate(load) for size, load in moves[link].items()} for link in moves}
@@ -158,17 +158,17 @@ class _Probe:
         return _Links({link: line(found) for link, found in points.items()}, usual, left)
 
     def _rate(self, load: Load) -> float:
-        load.turn()  # kernels are chosen, memory is touched
+        load.turn()  # so that kernels are chosen and memory is touched
         return usual_speed(load, self._effort.window_s)
 
     def _best(self, loads: Sequence[Load], alone: Mapping[str, float]) -> tuple[float, ...]:
-        """What is left of speeds while loads run, the best of a few times: other programs only take away from it."""
+        """Return the parts of speeds that remain while loads run. The best try counts: other programs only slow it."""
         window_s = self._effort.window_s / 2
         runs = (speeds(loads, window_s) for _ in range(_TIMES))
         return max((tuple(found[load.link] / alone[load.link] for load in loads) for found in runs), key=sum)
 
     def _moves(self, store: DiskStore | None) -> dict[str, dict[int, Load]]:
-        """Link -> size -> copies or transfers."""
+        """Make loads of copies and transfers: link -> size -> load."""
         half, sizes = self._buffer_bytes // 2, self._effort.sizes
         here, there = self._host_memory(self._buffer_bytes), self._device.allocate(self._buffer_bytes)
         there.zero_()
@@ -182,7 +182,7 @@ class _Probe:
             halves = {"disk_write": own[: sizes[-1]], "disk_read": own[sizes[-1] :]}
             for link, memory in halves.items():
                 part = store.take(store.nbytes // 2, owner="probe")
-                work.fill(store, part, memory)  # of what was never written a filesystem reads nothing
+                work.fill(store, part, memory)  # a file system does not read blocks that were never written
                 found[link] = {size: work.transfers(self._device, store, part, memory[:size], link) for size in sizes}
         return found
 
@@ -191,7 +191,7 @@ class _Probe:
 
 
 def memory_of_host(device: Device, nbytes: int, closing: ExitStack) -> torch.Tensor:
-    """As the arenas of a run: pinned, where there is something to pin. Args: closing: Gives it back."""
+    """Allocate host memory like a run's arenas: pinned where the device can pin. Args: closing: Frees it."""
     memory = closing.enter_context(HostMemory.open(nbytes)).tensor
     if device.register_host(memory):
         closing.callback(device.unregister_host, memory)

@@ -1,4 +1,4 @@
-"""Arithmetic of measurements: quartiles, a line through sizes, and what links that slow each other down share. Pure."""
+"""Pure arithmetic of measurements: quartiles, a line through sizes, and how much links take of what they share."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _SLOWED = 0.8
-"""Below this part of its speed an operation counts as slowed down. Two that seem to share something by mistake would
-slow down all steps in which a third one runs; on a busy machine timings of equal work differ by 10%."""
+"""Below this part of its speed an operation counts as slowed down.
+
+If two operations were wrongly taken to share something, every step that runs a third one too would be predicted too
+slow. On a busy machine, timings of equal work differ by 10%.
+"""
 _SWEEPS = 300
 
 
 class Line(NamedTuple):
-    """Seconds as bytes over a rate, and what every operation takes besides."""
+    """A straight line: an operation takes its bytes over a rate, plus a latency."""
 
     per_s: float
     latency_s: float
@@ -22,10 +25,10 @@ def line(points: Mapping[int, float]) -> Line:
     """Fit work against time by the smallest and the largest size.
 
     Args:
-        points: Amount of work -> seconds that it takes. Two sizes or more.
+        points: Amount of work -> its seconds, for two amounts or more.
     """
     (least, least_s), *_, (most, most_s) = sorted(points.items())
-    if most_s <= least_s:  # noise: the large one alone is believed
+    if most_s <= least_s:  # noise: use the large one alone
         return Line(most / most_s, 0.0)
     per_s = (most - least) / (most_s - least_s)
     latency_s = least_s - least / per_s
@@ -33,19 +36,20 @@ def line(points: Mapping[int, float]) -> Line:
 
 
 def usual_s(seconds: Sequence[float]) -> float:
-    """The lower quartile: other programs only make work slower, now and then, and a median would follow them."""
+    """Return the lower quartile. Other programs only ever slow work down, and would raise a median."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 def parts(speeds: Mapping[tuple[str, str], tuple[float, ...]]) -> dict[str, float]:
-    """How much each one takes of something that all share, such as host memory and the cores.
+    """Return how much each operation takes of something that all share, such as host memory and the cores.
 
-    Two that slow each other down use all of it: their parts times their speeds add up to 1. Those that do not slow each
-    other down may take 1 together at most. These equations are solved as well as they can be, in least squares, by
-    going round the unknowns. What nothing slows down and what slows nothing down takes no part.
+    Two operations that slow each other down use all of it: their parts, each times its remaining speed, add up to 1.
+    Two that do not slow each other down take at most 1 together. These conditions are met as well as possible in the
+    sense of least squares, by solving for one unknown after another, round and round. An operation that is in no pair
+    with a slowdown takes no part.
 
     Args:
-        speeds: Two names -> what is left of the speed of either while both run.
+        speeds: Two names -> the part of its speed that remains to either while both run.
     """
     names = sorted({name for pair in speeds for name in pair})
     slowed = {name for pair, left in speeds.items() if min(left) < _SLOWED for name in pair}
@@ -57,7 +61,7 @@ def parts(speeds: Mapping[tuple[str, str], tuple[float, ...]]) -> dict[str, floa
 
 
 def _best(name: str, found: Mapping[str, float], speeds: Mapping[tuple[str, str], tuple[float, ...]]) -> float:
-    """The part of one, with all others as they are."""
+    """Return the best part of one operation, given those of all others."""
     above, below = 0.0, 0.0
     for (one, other), (one_speed, other_speed) in speeds.items():
         if name not in (one, other):

@@ -1,9 +1,10 @@
-"""A block of a language model with next to nothing to compute: what launching its kernels takes, Python included.
+"""A block of a language model with next to nothing to compute: it shows the cost of launching kernels, with Python.
 
-[Note: launching] A kernel that is called in a loop is launched in a few microseconds. In a model modules are called,
-views are made and autograd writes down what was done between two kernels. On one processor a call in a loop took 1.7 us
-of the thread that launches, a kernel of this block 7.5, one of a small Llama 11. Backward walks a graph without any
-Python: the two kernels or so for each one of forward took 1.03 to 1.07 times as long as that one.
+[Note: launching] In a plain loop, launching a kernel takes a few microseconds. In a model, more happens between two
+kernels: modules are called, views are made, and autograd records the operations. On one processor, the launching thread
+took 1.7 us for a call in a loop, 7.5 us for a kernel of this block, and 11 us for one of a small Llama. Backward walks
+a graph without any Python: about two of its kernels go with each one of forward, and together they took 1.03 to 1.07
+times as long as that one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class SmallBlock(nn.Module):
     """Norm, attention with rotary positions, norm, gated products, as in a Llama."""
 
     kernels = 37
-    """Of a forward, as ``planning.timing.counted`` counts them."""
+    """Number of kernels in a forward, as ``planning.timing.counted`` counts them."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -70,11 +71,11 @@ class SmallBlock(nn.Module):
             self.register_buffer(name, torch.ones(_TOKENS, _WIDTH // _HEADS, device=device), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Args: x: See ``example``."""
+        """Run the block. Args: x: See ``example``."""
         x = x + self.attention(self.first(x), self.cos, self.sin)
         return x + self.gated(self.second(x))
 
     @staticmethod
     def example(device: torch.device) -> torch.Tensor:
-        """What it can be called with."""
+        """Return an argument for the block."""
         return torch.ones(1, _TOKENS, _WIDTH, device=device)

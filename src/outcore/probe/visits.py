@@ -1,4 +1,4 @@
-"""Seconds of the engine for every visit of a unit: a model with next to nothing to compute, streamed and plain."""
+"""Seconds that the engine takes per visit of a unit: a tiny model's step with the engine, minus its plain step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _UNITS, _WIDTH, _WARM_UP = 8, 16, 3
 
 
 def visit_s(open_device: Callable[[], Device], steps: int) -> float:
-    """Seconds that a visit takes besides its work.
+    """Measure the seconds that a visit takes besides its computation.
 
     Args:
-        open_device: Opens the device; it is closed again.
-        steps: To time; the median counts.
+        open_device: Opens the device, which is closed again.
+        steps: Steps to time; their lower quartile counts.
     """
     device = open_device()
     plain_s = _step_s(*_model(device), device, steps)

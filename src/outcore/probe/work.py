@@ -1,4 +1,4 @@
-"""What links do in a run, as loads over buffers of their own: copies, updates, products, transfers of the disk."""
+"""The work of links in a run, as loads over their own buffers: copies, updates, matrix products, disk transfers."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _HYPER = AdamHyper(
     lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, amsgrad=False, maximize=False, decoupled=True
 )
 UPDATED_BYTES = 16
-"""Of memory per parameter: fp32 master and moments, a bf16 gradient and weight."""
+"""Bytes of memory per parameter: fp32 master weight and moments, bf16 gradient and weight."""
 _PLAIN_BYTES, _TENSORS = 16, 8
-"""Per parameter: weight, gradient and moments in fp32; and in how many tensors they are."""
+"""Bytes per parameter (weight, gradient and moments in fp32), and the number of parameter tensors."""
 _LEAST_TURN_S = 4e-3
-"""Of compute: what takes less is doubled, as long as it is no larger than a large model's, and then repeated."""
+"""Shortest turn of compute. A shorter load is doubled up to the sizes of a large model, and then repeated."""
 _MOST_WIDTH, _MOST_TOKENS = 8192, 4096
 _HEADS = {True: (8, 64), False: (32, 128)}
-"""By whether the host computes: how many and how large. Fewer would not fill an accelerator."""
+"""Whether the host computes -> number and size of attention heads. Fewer would not fill an accelerator."""
 _ROUND_BYTES = 512 * 2**20
-"""Of an accelerator's memory, that kernels go round: more than any cache holds."""
+"""Accelerator memory that elementwise kernels cycle through: more than any cache holds."""
 _QUEUED = 16
-"""Copies at a time, so that the link does not wait for whoever submits, and who waits for the last costs little."""
+"""Copies in a turn: so many that the link never waits for the submitting thread, and the final wait costs little."""
 _WRITTEN_BYTES = 14
-"""By an update, per parameter: master, moments and a bf16 weight."""
+"""Bytes that an update writes per parameter: master weight, moments and a bf16 weight."""
 _TRANSFERS = {
     "disk_read": (Lane.STATES_READ, DiskStore.read),
     "disk_write": (Lane.DISK_WRITE, DiskStore.write),
 }
-"""Link -> the lane that serves it, and how."""
+"""Link -> the lane that serves it, and the method of the store."""
 
 
 def copies(device: Device, lane: Lane, to: torch.Tensor, origin: torch.Tensor, nbytes: int) -> Load:
-    """Copies of so many bytes, going round two buffers of equal size."""
+    """Copies of ``nbytes`` each, cycling through two buffers of equal size."""
     places, region = _places(to.numel(), nbytes), Region("probe", 0, nbytes)
 
     def submit() -> Handle:
@@ -64,7 +64,7 @@ def copies(device: Device, lane: Lane, to: torch.Tensor, origin: torch.Tensor, n
 
 
 def updates(device: Device, workers: UpdateWorkers, memory: torch.Tensor) -> Load:
-    """AdamW by the workers, over all of a buffer, on the lane of updates."""
+    """AdamW by the host's workers over a whole buffer, on the lane of updates."""
     pieces = _pieces(memory)
     numel = pieces[0].target.numel()
     writes = [Region("probe", 0, _WRITTEN_BYTES * numel)]
@@ -76,7 +76,7 @@ def updates(device: Device, workers: UpdateWorkers, memory: torch.Tensor) -> Loa
 
 
 def device_updates(device: Device, memory: torch.Tensor) -> Load:
-    """AdamW by the device, over all of a buffer there."""
+    """AdamW by the device over a whole buffer in its memory."""
     pieces = _pieces(memory)
     room = device.allocate(min(4 * pieces[0].target.numel(), device.update_block_bytes))
 
@@ -88,7 +88,7 @@ def device_updates(device: Device, memory: torch.Tensor) -> Load:
 
 
 def plain_updates(device: Device, nbytes: int) -> Load:
-    """AdamW of ``torch.optim`` over so many bytes of parameters, gradients and moments, behind a norm that clips."""
+    """AdamW of ``torch.optim`` over ``nbytes`` of parameters, gradients and moments, after clipping by their norm."""
     numel = max(nbytes // _PLAIN_BYTES // _TENSORS, 1)
     here = device.torch_device
     parameters = [torch.full((numel,), 0.02, dtype=torch.float32, device=here) for _ in range(_TENSORS)]
@@ -117,7 +117,7 @@ def _pieces(memory: torch.Tensor) -> list[Piece]:
 
 
 def products(device: Device, dtype: torch.dtype) -> Load:
-    """Square matrix products, so wide that one takes some milliseconds."""
+    """Square matrix products, wide enough that one takes some milliseconds."""
 
     def sized(width: int) -> tuple[float, Callable[[], object]]:
         a, b = (torch.full((width, width), 0.01, dtype=dtype, device=device.torch_device) for _ in range(2))
@@ -127,7 +127,7 @@ def products(device: Device, dtype: torch.dtype) -> Load:
 
 
 def attention(device: Device, dtype: torch.dtype) -> Load:
-    """Causal attention, so long that one call takes some milliseconds."""
+    """Causal attention, long enough that one call takes some milliseconds."""
     heads, head_size = _HEADS[device.computes_on_host]
 
     def sized(tokens: int) -> tuple[float, Callable[[], object]]:
@@ -140,7 +140,7 @@ def attention(device: Device, dtype: torch.dtype) -> Load:
 
 
 def elementwise(device: Device, nbytes: int) -> Load:
-    """Activation functions, as between the products of a model: into new memory, or round and round a device's."""
+    """Activation functions, as between a model's products: into new memory, or cycling through a device's memory."""
     if device.computes_on_host:
         values = torch.full((nbytes // 4,), 0.01, dtype=torch.float32, device=device.torch_device)
         return _sized(device, lambda _: (2.0 * values.nbytes, lambda: functional.relu(values)), 1, 1)
@@ -156,7 +156,7 @@ def elementwise(device: Device, nbytes: int) -> Load:
 
 
 def kernels(device: Device, number: int) -> Load:
-    """So many of small blocks, one by one. See [Note: launching] in ``probe.small_block``."""
+    """About ``number`` kernels of small blocks, one by one. See [Note: launching] in ``probe.small_block``."""
     here = device.torch_device
     blocks, values = [SmallBlock(here) for _ in range(max(1, number // SmallBlock.kernels))], SmallBlock.example(here)
 
@@ -169,7 +169,7 @@ def kernels(device: Device, number: int) -> Load:
 
 
 def _sized(device: Device, sized: Callable[[int], tuple[float, Callable[[], object]]], size: int, most: int) -> Load:
-    """The smallest load that takes long enough; if none does, the largest one some times over."""
+    """Return the smallest load that takes long enough; if none does, the largest one, repeated."""
     while True:
         load = _compute(device, *sized(size))
         load.turn()
@@ -200,7 +200,7 @@ def _compute(device: Device, amount: float, work: Callable[[], object]) -> Load:
 
 
 def transfers(device: Device, store: DiskStore, extent: Extent, memory: torch.Tensor, link: str) -> Load:
-    """Reads into memory, or writes of it, going round an extent."""
+    """Disk reads into memory, or writes from it, cycling through an extent."""
     lane, move = _TRANSFERS[link]
     nbytes = memory.numel()
     places, writes = _places(extent.nbytes, nbytes), [Region("probe", 0, nbytes)]
@@ -214,12 +214,12 @@ def transfers(device: Device, store: DiskStore, extent: Extent, memory: torch.Te
 
 
 def fill(store: DiskStore, extent: Extent, memory: torch.Tensor) -> None:
-    """Write all of an extent."""
+    """Write a whole extent. Args: memory: What to write, again and again."""
     for here in range(0, extent.nbytes, memory.numel()):
         size = min(memory.numel(), extent.nbytes - here)
         store.write(extent.part(here, here + size), memory[:size])
 
 
 def _places(total: int, nbytes: int) -> Iterator[int]:
-    """Beginnings of pieces, round and round: what comes again has left the caches if the whole is large enough."""
+    """Yield the offsets of pieces, in a cycle. In a large enough buffer, a piece has left the caches when it recurs."""
     return itertools.cycle(range(0, max(total - nbytes, 0) + 1, nbytes))

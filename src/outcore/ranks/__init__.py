@@ -1,1 +1,1 @@
-"""Processes that train one model together: who they are, what they agree on, how bytes go between them."""
+"""Processes that train one model together: their groups, what they must agree on, and how bytes go between them."""

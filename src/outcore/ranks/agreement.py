@@ -1,4 +1,4 @@
-"""What ranks must have in common: compared before any bytes move, and named where it differs."""
+"""What ranks must have in common: compared before any bytes move, with errors that name what differs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def agree(world: World, facts: Mapping[str, str], *, call: str = "prepare") -> N
 
     Args:
         world: The ranks.
-        facts: By what they are called; the order counts, too.
-        call: For errors.
+        facts: Facts by name. Their order counts, too.
+        call: Named in errors.
 
     Raises:
-        ConfigError: They differ; names the rank and the first that does. Raised on all ranks.
+        ConfigError: Facts differ. The error names the rank and the first of them, and is raised on all ranks.
     """
     mine = [(name, hashlib.sha256(value.encode()).hexdigest()) for name, value in facts.items()]
     said = world.all_of(mine)
@@ -39,11 +39,11 @@ def agree(world: World, facts: Mapping[str, str], *, call: str = "prepare") -> N
 
 @contextmanager
 def agreed(world: World | None, call: str) -> Iterator[None]:
-    """All ranks leave the block, or all raise: nobody waits for one that has failed. A collective behind the block.
+    """Let all ranks leave the block, or all raise, so that none waits for one that failed. A collective at its end.
 
     Args:
-        world: The ranks; None: there is one.
-        call: For errors.
+        world: The ranks; None if there is one.
+        call: Named in errors.
 
     Raises:
         OtherRankError: Another rank raised.
@@ -65,22 +65,22 @@ def agreed(world: World | None, call: str) -> Iterator[None]:
 
 @contextmanager
 def read_by_all(items: Iterable[object]) -> Iterator[None]:
-    """Behind the block, what it left of them is read. Where it fails, the other ranks still give their parts.
+    """Read all items that the block leaves unread, also if it fails, so that collectives of other ranks can end.
 
     Args:
-        items: To read each of them is a collective.
+        items: Items of which each is read by a collective.
     """
     try:
         yield
     except Exception:
-        with suppress(OutcoreError):  # the first error is the one to tell
+        with suppress(OutcoreError):  # the first error is the one to report
             deque(items, maxlen=0)
         raise
     deque(items, maxlen=0)
 
 
 def refuse_failed(said: Sequence[str | None], call: str, mine: Exception | None) -> None:
-    """Raise if a rank has failed. Args: said: By rank, what went wrong. call: For errors. mine: This rank's error."""
+    """Raise if a rank failed. Args: said: What went wrong, by rank. call: Named in errors. mine: This rank's error."""
     if mine is not None:
         raise mine
     failed = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
@@ -89,7 +89,7 @@ def refuse_failed(said: Sequence[str | None], call: str, mine: Exception | None)
 
 
 def least_limits(world: World, mine: Limits) -> Limits:
-    """Limits that every rank has. A collective."""
+    """The least limits of all ranks. A collective."""
     said = world.all_of((mine.device_bytes, mine.host_bytes, mine.disk_bytes))
     disks = [disk for _, _, disk in said if disk is not None]
     return Limits(
@@ -100,7 +100,7 @@ def least_limits(world: World, mine: Limits) -> Limits:
 
 
 def core_sharers(world: World) -> tuple[int, int]:
-    """Ranks of this machine, this one among them, that may run on cores of its own: its place, and how many they are.
+    """This rank's place among the ranks of its machine whose cores overlap with its own, and the number of these ranks.
 
     Launchers may bind ranks to cores near their GPUs (``torchrun --numa-binding``, Slurm). A collective.
     """

@@ -1,9 +1,9 @@
 """Process groups of one prepared model, and the sockets under them.
 
-[Note: hanging up] Who waits for another rank inside of gloo cannot be called back: the wait ends when the other one
-comes, is gone, or is late. So who is to end now shuts the sockets of its groups down. For gloo the other ranks are gone
-then, and for them this one is: all their waits end at once. Which sockets these are nobody says. They are those that
-came with a group and whose other end came with the same group on another rank.
+[Note: hanging up] A wait for another rank inside of gloo cannot be cancelled: it ends when the other rank comes, is
+gone, or is late. So a rank that must end now shuts the sockets of its groups down. For gloo the other ranks are gone
+then, and this one is gone for them, so the waits of all end at once. gloo does not tell which sockets are its own. They
+are those that were opened with a group, and whose other end was opened with the same group on another rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outcore.torch_private import store_of_ranks
 gather_single: Callable[..., object] = (
     getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 )
-"""Another name before torch 2.13."""
+"""torch's all-gather into one tensor, which has another name before torch 2.13."""
 _Address = tuple[str, int]
 
 
@@ -31,25 +31,25 @@ class _Socket(NamedTuple):
     """One end of a connection."""
 
     number: int
-    """Of the open file."""
+    """Number of the open file."""
     identity: str
-    """The number may come to mean another file."""
+    """What the number refers to: it may be reused for another file."""
     here: _Address
     there: _Address
 
 
 class Groups:
-    """Owns them until ``close``."""
+    """Owns process groups until ``close``."""
 
     def __init__(self, timeout: datetime.timedelta) -> None:
-        """None is there."""
+        """Make no group yet."""
         self._timeout = timeout
         self._of_host: list[Any] = []
         self._of_device: list[Any] = []
         self._sockets: list[_Socket] = []
 
     def new(self, backend: str, ranks: Sequence[int] | None = None) -> Any:
-        """Make one: a collective of all ranks. Args: ranks: Of the group; None: all."""
+        """Make a group: a collective of all ranks. Args: ranks: Ranks in the group; None means all."""
         before = {found.identity for found in _connected()}
         chosen = None if ranks is None else list(ranks)
         group = distributed.new_group(chosen, backend=backend, timeout=self._timeout)
@@ -62,15 +62,15 @@ class Groups:
 
     @property
     def addresses(self) -> list[_Address]:
-        """Of sockets that came with groups, on this side."""
+        """This side's addresses of the sockets that were opened with groups."""
         return [found.here for found in self._sockets]
 
     def keep(self, others: Collection[_Address]) -> None:
-        """Forget sockets that other parts of the program have opened meanwhile. Args: others: ``addresses`` of all."""
+        """Forget sockets that other code opened meanwhile. Args: others: The ``addresses`` of all ranks."""
         self._sockets = [found for found in self._sockets if found.there in others]
 
     def hang_up(self) -> None:
-        """End what waits for other ranks. See [Note: hanging up]. Idempotent."""
+        """End all waits for other ranks. See [Note: hanging up]. Idempotent."""
         sockets, self._sockets = self._sockets, []
         for found in sockets:
             with suppress(OSError):
@@ -82,7 +82,7 @@ class Groups:
                 group.abort()
 
     def close(self) -> None:
-        """Give them back. Nothing may be under way. Idempotent."""
+        """Destroy the groups. Nothing may be under way. Idempotent."""
         groups = [*self._of_host, *self._of_device]
         self._of_host, self._of_device, self._sockets = [], [], []
         for group in groups if distributed.is_initialized() else ():
@@ -93,20 +93,20 @@ class Links:
     """The groups of one lane."""
 
     def __init__(self, new_group: Callable[[str], Any], backend: str) -> None:
-        """Args: backend: Moves bytes of the device. Gloo moves those of the host: others pass through its memory."""
+        """Args: backend: Moves bytes on the device. If it is gloo, they are copied through host memory."""
         self.backend = backend
         self.host = new_group("gloo")
         self._device = None if backend == "gloo" else new_group(backend)
 
     def exchange(self, received: torch.Tensor, bucket: torch.Tensor) -> None:
-        """A run for every rank, and one from each."""
+        """Send each rank its run of ``bucket``, and receive one from each."""
         target, source = self._reachable(received, bucket)
         distributed.all_to_all_single(target, source, group=self._of(source))
         if target is not received:
             received.copy_(target)
 
     def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
-        """The runs of all ranks. Nothing is sent if this one has all that there is."""
+        """Gather the runs of all ranks. Nothing is sent if this rank's run is the whole."""
         if mine.numel() == whole.numel():
             if mine.data_ptr() != whole.data_ptr():
                 whole.copy_(mine)
@@ -120,7 +120,7 @@ class Links:
             whole.copy_(target)
 
     def gather_runs(self, runs: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
-        """The same in host memory, to where each run belongs. Gloo's all-gather makes a tensor of all runs first."""
+        """Gather runs in host memory, each in its place. Gloo's all-gather would first make a tensor of all runs."""
         here, works = distributed.get_rank(), list[Any]()
         for rank, run in zip(distributed.get_process_group_ranks(self.host), runs, strict=True):
             if rank != here:
@@ -140,19 +140,19 @@ class Links:
 
 
 class Notes:
-    """What each rank began last, in torch's store, for the errors of those that wait for it in vain."""
+    """What each rank began last, in torch's store: errors of ranks that wait for it in vain name this."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._store = store_of_ranks()
 
     def note(self, where: str) -> None:
-        """What this rank begins."""
+        """Write down what this rank begins."""
         with suppress(RuntimeError):
             self._store.set(f"outcore/{self._rank}", where)
 
     def last_seen(self) -> str:
-        """What the other ranks began last."""
+        """Say what the other ranks began last."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         return ", ".join(f"rank {rank} {self._noted(rank)}" for rank in others)
 
@@ -169,7 +169,7 @@ def _file(number: int | str) -> str:
 
 
 def _connected() -> list[_Socket]:
-    """TCP sockets of this process that have another end. None where the system does not list them."""
+    """TCP sockets of this process that are connected; an empty list if the system does not list them."""
     found = []
     with suppress(OSError):
         for number in os.listdir("/proc/self/fd"):

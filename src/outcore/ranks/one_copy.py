@@ -8,16 +8,16 @@ from outcore.ranks.world import World
 
 
 def shared_memory(world: World, nbytes: int, num_sharers: int) -> SharedMemory:
-    """One piece for every so many ranks that follow on one another. A collective.
+    """Make one piece of memory for every ``num_sharers`` consecutive ranks. A collective.
 
     Args:
         world: The ranks.
-        nbytes: Size.
-        num_sharers: On one machine.
+        nbytes: Size of a piece.
+        num_sharers: Ranks that share a piece, all on one machine.
 
     Raises:
         MemoryBudgetError: The machine does not have so many bytes.
-        OutcoreError: Ranks do not see the same memory; or another rank raised.
+        OutcoreError: Ranks do not see the same memory, or another rank raised.
     """
     mine: SharedMemory | None = None
     try:

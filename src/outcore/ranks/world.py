@@ -1,13 +1,13 @@
 """The ranks of one prepared model: process groups of torch, and the few collectives that run over them.
 
 [Note: groups] Every lane between ranks has groups of its own, since collectives of one group must come in the same
-order on all ranks, and lanes run side by side. Bytes in host memory go over gloo, bytes on a GPU over NCCL. What ranks
-agree on, from the caller's thread, has a group of its own, too. On a GPU a lane's stream is behind what the lane waits
-for, and its thread is not: before ranks meet over host memory, the thread waits for the stream.
+order on all ranks, and lanes run side by side. Bytes in host memory go over gloo, bytes on a GPU over NCCL. Agreements
+from the caller's thread have a group of their own, too. On a GPU, a lane's stream is ordered after what the lane waits
+for, but its thread is not. So before ranks meet over host memory, the thread waits for the stream.
 
-[Note: tags] A collective only sees bytes: where one rank reads a gradient and another a norm, each would get what the
-other sent. So a tag comes first that says what a rank is about to do, and with what; all compare it. A rank that has
-failed in what all do together says so by a tag of its own, wherever the others are.
+[Note: tags] A collective only sees bytes: if one rank reads a gradient and another a norm, each would get what the
+other sent. So ranks first send and compare a tag that says what they are about to do, and with what. A rank that failed
+in what all do together says so by a tag of its own, wherever the others are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from outcore.spec.lanes import Lane
 T = TypeVar("T")
 
 _NAME_BYTES, _DIGEST_BYTES = 120, 8
-"""Of a tag."""
+"""Sizes of the two parts of a tag."""
 _FAILED = "fail"
 _SHORT_S, _LONG_S, _GRACE_S = 2e-5, 1e-3, 1.0
 
@@ -46,28 +46,28 @@ class World:
     """This process among those that train one model. Owns its groups until ``close``."""
 
     def __init__(self) -> None:
-        """Make the group on which ranks agree: a collective."""
+        """Make the group for agreements. A collective."""
         self.rank, self.size, self.local_size = distributed.get_rank(), num_ranks(), num_local_ranks()
         self.failure: OtherRankError | None = None
-        """Ranks have lost one another."""
+        """Why ranks have lost one another; None if they have not."""
         self.num_steps = 0
-        """That were begun."""
+        """Steps that were begun."""
         self._notes = Notes(self.rank, self.size)
         self.note = self._notes.note
-        """Of what this rank begins. Others that wait for it in vain say it."""
+        """Writes down what this rank begins, for errors of ranks that wait for it in vain."""
         self._groups, self._is_kept = Groups(datetime.timedelta(seconds=timeout_s())), False
         self.note("prepare")
         with self._doing("call prepare"):
             self._control = self._groups.new("gloo")
         self._cuts: dict[tuple[int, bool], Links] = {}
-        """By how many ranks have weights together: this rank's (True), or those with the same part of them."""
+        """Groups, by the number of ranks that share weights: of these ranks (True), or of those with the same part."""
         self.last_step = ""
-        """What the last step was made with. Weights that are put together must have been updated alike."""
+        """Settings of the last step. Weights that are put together must have been updated alike."""
         self._know_sockets()
 
     def join_lanes(self, device: Device) -> None:
-        """Make the groups of lanes: a collective. Args: device: Of this rank; its lanes hang up when they close."""
-        self.all_of(None)  # nobody begins who would be alone
+        """Make the groups of lanes. A collective. Args: device: This rank's; its lanes hang up when they close."""
+        self.all_of(None)  # no rank begins before all are here
         with self._doing("make groups of lanes"):
             self._reduce = Links(self._groups.new, device.group_backend)
             self._save = self._groups.new("gloo")
@@ -82,9 +82,9 @@ class World:
 
     @contextmanager
     def kept(self, call: str) -> Iterator[None]:
-        """Who fails in the block tells the others, where they meet next; then the groups are given back.
+        """Keep groups for the block. A rank that fails tells the others where they meet next, and closes its groups.
 
-        Args: call: For errors.
+        Args: call: Named in errors.
         """
         self._is_kept = True
         try:
@@ -100,8 +100,8 @@ class World:
             raise
 
     def open_groups(self, num_sharers: int) -> None:
-        """Of ranks that share weights, and of those with the same part of them. A collective."""
-        self.all_of(None)  # nobody begins who would be alone
+        """Make groups of ranks that share weights, and of ranks with the same part of them. A collective."""
+        self.all_of(None)  # no rank begins before all are here
         within = [range(first, first + num_sharers) for first in range(0, self.size, num_sharers)]
         across = [range(first, self.size, num_sharers) for first in range(num_sharers)]
         mine = partial(_mine, self._groups.new, self._reduce.backend, self.rank)
@@ -112,13 +112,13 @@ class World:
         self._know_sockets()
 
     def close(self) -> None:
-        """Give the groups back, unless ``kept`` does. Nothing may be under way. Idempotent."""
+        """Destroy the groups, unless ``kept`` keeps them. Nothing may be under way. Idempotent."""
         if self._is_kept:
             return
         self.note("outcore.close") if self.failure is None else self._groups.hang_up()
         self._groups.close()
         self._cuts.clear()
-        for last in ("_control", "_reduce", "_save"):  # with it go the threads and sockets of a group
+        for last in ("_control", "_reduce", "_save"):  # the last reference to a group frees its threads and sockets
             vars(self).pop(last, None)
 
     # From the caller's thread.
@@ -129,21 +129,21 @@ class World:
         self.num_steps += 1
 
     def all_of(self, value: T) -> list[T]:
-        """What every rank says, in rank order. Blocks until all have said it."""
+        """The values of all ranks, in rank order. Blocks until all ranks have given one."""
         with self._doing("say what they have"):
             return [pickle.loads(said) for said in self._meet("say what they have", self._control, pickle.dumps(value))]
 
     def from_first(self, value: T) -> T:
-        """What rank 0 says."""
+        """Rank 0's value, on all ranks. A collective."""
         return self.all_of(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def say(self, what: str) -> None:
-        """All ranks have come here. Args: what: They do, for errors."""
+        """Wait until all ranks have come here. Args: what: What all of them do, for errors."""
         with self._doing(what, self._control):
             pass
 
     def copy_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor, in host memory, in the order in which it lies in memory there."""
+        """Rank 0's tensor, in host memory, with its elements in memory in the same order as there. A collective."""
         here = tensor.detach().to("cpu", copy=True)
         if here.numel():
             with self._doing("receive a tensor of rank 0", self._control, f"{here.dtype} {here.numel()}"):
@@ -151,12 +151,12 @@ class World:
         return here
 
     def gather_parts(self, mine: torch.Tensor, numels: list[int], what: str) -> torch.Tensor:
-        """Parts of all ranks, in rank order, as one tensor (1D) in host memory.
+        """The parts of all ranks, in rank order, as one tensor (1D) in host memory. A collective.
 
         Args:
-            mine: Of this rank.
-            numels: Of each part.
-            what: All ranks do, for errors: ``give their part of ...``.
+            mine: This rank's part.
+            numels: Number of elements of each part.
+            what: What all ranks do, for errors, such as ``give their part of ...``.
         """
         most = max(numels)
         room = torch.zeros(most, dtype=mine.dtype, device="cpu")
@@ -173,10 +173,10 @@ class World:
         """Send each rank its run of a bucket; receive one from each. Returns the bits of all ranks.
 
         Args:
-            bits: As many on all ranks.
+            bits: This rank's bits; as many on all ranks.
             bucket: 1D uint8, a run for every rank.
-            received: As large.
-            unit: For errors.
+            received: 1D uint8, as large as the bucket.
+            unit: Label of the unit, for errors.
         """
         mine = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         found = torch.empty(len(bits) * self.size, dtype=torch.uint8, device="cpu")
@@ -186,24 +186,24 @@ class World:
         return [part.numpy().tobytes() for part in found.split(len(bits))]
 
     def all_have_saved(self, value: T) -> list[T]:
-        """``all_of``, on the lane that saves."""
+        """Do the same as ``all_of``, on the save lane."""
         what = f"end their part of a checkpoint on lane {Lane.SAVE.value}"
         with self._doing(what):
             return [pickle.loads(said) for said in self._meet(what, self._save, pickle.dumps(value))]
 
     @property
     def facts(self) -> str:
-        """What made the weights that there are now: the same on all ranks, or one has gone another way."""
+        """How the present weights were made. It must be the same on all ranks, or one has gone another way."""
         return f"{self.num_steps} {self.last_step}"
 
     def gather(self, facts: str, unit: str, new: torch.Tensor, num_sharers: int) -> None:
-        """Fill in the runs of the other ranks that have the same ones.
+        """Fill in the runs that other ranks with the same part of the weights have updated.
 
         Args:
-            facts: As they were when this was submitted.
-            unit: Its label.
-            new: 1D uint8; this rank's run is there.
-            num_sharers: So many ranks share the weights, each in memory of its own.
+            facts: The ``facts`` at the time when this was submitted.
+            unit: Label of the unit.
+            new: 1D uint8; this rank's run is filled in already.
+            num_sharers: Number of ranks that share the weights, each in memory of its own.
         """
         if new.is_cpu:
             self._settle()
@@ -214,9 +214,9 @@ class World:
             self._cuts[num_sharers, False].gather(new, new[place * run : (place + 1) * run])
 
     def fill_copy(self, facts: str, unit: str, copy: torch.Tensor, num_sharers: int) -> None:
-        """Wait until all have written their run of the copy that they share; bring those that other machines wrote.
+        """Wait until all ranks have written their run of the shared copy; fetch the runs that other machines wrote.
 
-        Args: as for ``gather``. copy: Of the trained weights (1D uint8).
+        Args: as for ``gather``. copy: The copy of the trained weights (1D uint8).
         """
         self._settle()
         run, mine = copy.numel() // self.size, range(self.rank % num_sharers, self.size, num_sharers)
@@ -230,7 +230,7 @@ class World:
             self.meet(facts, f"have all weights of unit '{unit}'")
 
     def meet(self, facts: str, what: str) -> None:
-        """All ranks have come here. Args: as for ``gather``. what: All do, for errors."""
+        """Wait on the lane until all ranks have come here. Args: as for ``gather``. what: What all do, for errors."""
         self._settle()
         with self._doing(f"{what} on lane {Lane.GATHER.value}", self._cuts[1, False].host, facts):
             pass
@@ -241,10 +241,10 @@ class World:
         """Put weights together that ranks share.
 
         Args:
-            facts: As they were when this was submitted.
-            unit: Its label.
-            pieces: Of a slot, and this rank's run of it (1D uint8), or all of it.
-            num_sharers: So many ranks share them.
+            facts: The ``facts`` at the time when this was submitted.
+            unit: Label of the unit.
+            pieces: Pieces of a slot, each with this rank's run of it, or with all of it (1D uint8).
+            num_sharers: Number of ranks that share the weights.
         """
         links = self._cuts[num_sharers, True]
         with self._doing(f"all-gather weights of unit '{unit}' on lane {Lane.LINK.value}", links.host, facts):
@@ -255,14 +255,14 @@ class World:
 
     @contextmanager
     def _doing(self, what: str, group: Any = None, facts: str = "") -> Iterator[None]:
-        """All ranks do the same; errors of torch's groups come in words of ours.
+        """Check that all ranks do the same, and turn errors of torch's groups into ours.
 
         Args:
-            what: For errors, behind *expected all ranks to*.
-            group: Of the tag; None: what is sent has one of its own. See [Note: tags].
-            facts: What must be the same besides.
+            what: What all do, for errors, after *expected all ranks to*.
+            group: Group in which to compare tags; None if what is sent has a tag of its own. See [Note: tags].
+            facts: Other facts that must be the same.
         """
-        if self.failure is not None:  # nobody waits a second time
+        if self.failure is not None:  # do not wait a second time
             raise self.failure
         try:
             if group is not None:
@@ -279,7 +279,7 @@ class World:
             raise self._lose(lost) from error
 
     def _meet(self, what: str, group: Any, said: bytes = b"", *, facts: str = "") -> list[bytes]:
-        """What all ranks say, who are about to do the same. See [Note: tags]."""
+        """Exchange texts, after comparing tags. Returns the texts of all ranks of the group. See [Note: tags]."""
         name = what.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
         tag = name + hashlib.sha256(f"{what}\0{facts}".encode()).digest()[:_DIGEST_BYTES]
         tags = self._all_bytes(tag + len(said).to_bytes(8, "little"), group)
@@ -298,26 +298,26 @@ class World:
         return texts
 
     def _lose(self, error: OtherRankError) -> OtherRankError:
-        """Ranks have lost one another. Returns why: the first error, from which others follow.
+        """Note that ranks have lost one another. Returns why: the first error, from which others follow.
 
-        What waits on other lanes, here and on the other ranks, ends soon; not at once, so that all see what is wrong.
+        Waits on other lanes, here and on the other ranks, end soon; not at once, so that all ranks see what is wrong.
         """
         if self.failure is None:
             self.failure = error
             ending = threading.Timer(_GRACE_S, self._groups.hang_up)
             ending.daemon = True
-            with suppress(RuntimeError):  # the interpreter ends, and sockets with it
+            with suppress(RuntimeError):  # the interpreter is ending, which closes sockets
                 ending.start()
         return self.failure
 
     def _tell(self, text: str) -> None:
-        """This rank has failed: the others hear of it where they meet next. They may have failed, too."""
+        """Tell the others, where they meet next, that this rank has failed. They may have failed, too."""
         if self.failure is None:
             with suppress(OutcoreError), self._doing("say how they failed"):
                 self._meet(_FAILED, self._control, text.encode())
 
     def _all_bytes(self, mine: bytes, group: Any) -> list[bytes]:
-        """As many of each rank of a group."""
+        """The bytes of all ranks of a group; each gives equally many."""
         found = torch.empty(len(mine) * distributed.get_world_size(group), dtype=torch.uint8, device="cpu")
         self._gather_bytes(found, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group)
         return [part.numpy().tobytes() for part in found.split(len(mine))]
@@ -329,7 +329,7 @@ class World:
             gather_single(found, mine, group=group)
 
     def _wait_for(self, work: Any) -> None:
-        """A Ctrl-C ends it, and so does what lanes notice meanwhile. See [Note: hanging up]."""
+        """Wait for a collective. A Ctrl-C ends the wait, and so do errors on lanes. See [Note: hanging up]."""
         pause_s = _SHORT_S
         try:
             while not work.is_completed() and self.failure is None:
@@ -345,13 +345,13 @@ class World:
 
 
 def _mine(new: Callable[..., Any], backend: str, rank: int, groups: Sequence[Sequence[int]]) -> Links:
-    """All ranks make all groups. Returns: the one that this rank is in."""
+    """Make all groups, as all ranks must. Returns the one that this rank is in."""
     made = [Links(partial(new, ranks=ranks), backend) for ranks in groups]
     return next(links for links, ranks in zip(made, groups, strict=True) if rank in ranks)
 
 
 def _different(rank: int, what: str, other: int, tag: bytes) -> OtherRankError:
-    """Args: rank: This one, which is about to do what. tag: Of the other rank."""
+    """The error for tags that differ. Args: rank: This rank. what: What it is about to do. tag: The other rank's."""
     theirs = tag[:_NAME_BYTES].rstrip(b"\0").decode(errors="replace")
     differ = (
         "settings of param groups, the gradients that are held, what they were multiplied by, or sizes of "
@@ -366,14 +366,14 @@ def _different(rank: int, what: str, other: int, tag: bytes) -> OtherRankError:
 
 
 def join_world(torch_device: torch.device | str | None) -> bool:
-    """Whether several processes train together; torch's default group is made if a launcher started them.
+    """Whether several processes train together. Makes torch's default group if a launcher started them.
 
     Args:
-        torch_device: What ``prepare`` was asked for.
+        torch_device: The device that ``prepare`` was asked for.
 
     Raises:
-        ConfigError: A launcher that does not say where the ranks meet.
-        OtherRankError: Not all came there.
+        ConfigError: The launcher does not say where the ranks meet.
+        OtherRankError: Not all ranks came there in time.
     """
     if not distributed.is_available():
         return False
@@ -398,12 +398,12 @@ def join_world(torch_device: torch.device | str | None) -> bool:
 
 
 def num_ranks() -> int:
-    """That train together. 1: this process trains alone."""
+    """Number of ranks that train together; 1 if this process trains alone."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def num_local_ranks() -> int:
-    """Of them on this node, as far as the launcher says it; else all."""
+    """Number of ranks on this node, if the launcher says it; otherwise of all ranks."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and int(text) and num_ranks() > 1 else num_ranks()
 
@@ -412,7 +412,7 @@ def timeout_s() -> float:
     """How long a rank waits for the others.
 
     Raises:
-        ConfigError: The environment says no number.
+        ConfigError: The environment variable is not a positive number.
     """
     text = os.environ.get(TIMEOUT, "1800")
     try:

@@ -1,1 +1,1 @@
-"""What runs: lanes, units, gradients, updates."""
+"""The engine of one prepared model: units, calls, weights, gradients, updates."""

@@ -1,4 +1,4 @@
-"""A model as it is taken over: its bytes move home, its calls and gradients are the engine's, until all is undone."""
+"""How a model is taken over: its bytes move home, and the engine gets its calls and gradients, until all is undone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Attached:
         A unit's own bytes are freed as soon as they are home, so that model and arenas never stand side by side.
 
         Args:
-            values: Unit -> first values of its parameters; asked for in module order.
+            values: Gives the first values of a unit's parameters; called in module order.
         """
         opened, freed_bytes = self._engine.opened, 0
         for unit in self._engine.units:
@@ -65,7 +65,7 @@ class Attached:
         self.held_back.give_back()
 
     def take_calls(self, services: Services) -> None:
-        """Stand in for the forwards of units, and guard the model."""
+        """Replace the forwards of units, and guard the model."""
         kind = PlainCall if self._engine.opened.plan.plain else UnitCall
         for unit in self._engine.units[1:]:
             call, attributes = kind(unit, services), unit.module.__dict__
@@ -78,7 +78,7 @@ class Attached:
         self._undo.append(self.guard.remove)
 
     def watch_results(self, updates: PlainUpdates) -> None:
-        """Of a plain plan, whose graphs autograd walks without asking."""
+        """Watch the model's results in a plain plan, whose graphs autograd walks without asking the engine."""
         self._undo.append(self._engine.model.register_forward_hook(updates.after_forward).remove)
 
     def _take_gradients(self, unit: Unit) -> None:
@@ -87,7 +87,7 @@ class Attached:
             self._undo.append(param.register_post_accumulate_grad_hook(hook).remove)
 
     def what_is_left(self) -> str:
-        """For the error that ends ``move_in``: which part of the model has its own values still."""
+        """Say which part of the model still has its own values, for the error that ends ``move_in``."""
         if not self._moved:
             return "no parameter had been moved yet, and those that had values keep them"
         if len(self._moved) == len(self._engine.units):
@@ -99,7 +99,7 @@ class Attached:
         )
 
     def undo(self) -> None:
-        """Give the module its own forward; its parameters stay absent. Goes on whatever is interrupted."""
+        """Give the module its own forward back; its parameters stay absent. An interrupt does not stop the rest."""
         with ExitStack() as undoing:
             for undo in self._undo:  # the last is undone first
                 undoing.callback(undo)
@@ -113,14 +113,14 @@ class Attached:
 
 
 def _put_back(attributes: dict[str, Any], forward: Any) -> None:
-    """Args: forward: That this very module had, as patches leave it, not its class."""
+    """Args: forward: The one that this very module had, as patches leave it; None: its class has it."""
     attributes.pop("forward", None)
     if forward is not None:
         attributes["forward"] = forward
 
 
 def switch_off_checkpointing(model: nn.Module) -> None:
-    """The model's own activation checkpointing would run a third forward inside a unit's recompute."""
+    """Switch off the model's own activation checkpointing: it would run a third forward inside a unit's recompute."""
     active = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     for module in active:
         module.gradient_checkpointing = False  # type: ignore[assignment]

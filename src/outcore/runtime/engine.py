@@ -42,7 +42,7 @@ from outcore.spec.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Promises:
-    """What the user said about the loop; what contradicts it raises."""
+    """What the user promised about the loop; breaking a promise raises."""
 
     accumulation_steps: int | None = None
     clipping: bool = True
@@ -65,12 +65,12 @@ class Engine:
 
         Args:
             partition: The model in units.
-            plan: Checked against it.
+            plan: Checked against the partition.
             device: Taken over: closed with the engine, also if this raises.
             paths: Folders of the disk tier.
             rule: None without an optimizer.
             promises: See ``Promises``.
-            world: The ranks that train the model together; taken over. None: there is one.
+            world: The ranks that train the model together; taken over. None: there is only one rank.
         """
         self.model, self.device = partition.modules[0], device
         self.is_closed = False
@@ -141,8 +141,8 @@ class Engine:
         """Move the model in and take over forward and backward.
 
         Args:
-            values: Unit -> first values of its parameters; asked for in module order.
-            compiling: Of its blocks; None: they run as they are.
+            values: Gives the first values of a unit's parameters; called in module order.
+            compiling: Compiles the blocks; None: they run as they are.
         """
         plan = self.opened.plan
         if compiling is not None:
@@ -182,7 +182,7 @@ class Engine:
 
     @contextmanager
     def _refusing_what_follows(self) -> Iterator[None]:
-        """A step that is cut short leaves some units updated and some not, and slots that nobody gave back."""
+        """Refuse further use if a step is cut short: some units are updated, some not, and slots are not given back."""
         try:
             yield
         except BaseException as error:
@@ -201,7 +201,7 @@ class Engine:
             )
 
     def refuse_if_closed(self) -> None:
-        """Raise if ``close`` was called, or nothing else is left; clear up behind what was cut short."""
+        """Raise if the model was closed, or can only be closed. Else clear up behind what was cut short."""
         if self.weights.refusal is not None and not self.is_closed:
             raise self.weights.refusal
         if self.is_closed:
@@ -211,19 +211,19 @@ class Engine:
         self._recovery.look()
 
     def notice_what_was_cut_short(self) -> None:
-        """Mark gradients that an exception has left not whole."""
+        """Mark gradients that an exception has left incomplete."""
         self._recovery.notice()
 
     def close(self) -> None:
-        """Let running work end, give memory, files and threads back, and the module its own forward. Idempotent.
+        """Let running work end; give back memory, files and threads, and the module its own forward. Idempotent.
 
-        What is queued is dropped, and updates end with the blocks that they have begun. If a Ctrl-C ends the waiting,
-        everything is given back all the same.
+        Queued operations are dropped, and updates stop after the blocks that they have begun. If a Ctrl-C ends the
+        waiting, everything is given back all the same.
         """
         if self.is_closed:
             return
         self.is_closed = True
-        with ExitStack() as rest:  # done whatever interrupts what comes before
+        with ExitStack() as rest:  # each is called even if an interrupt ends the one before
             rest.callback(self._forget)
             rest.callback(self.opened.close)
             rest.callback(self.opened.saves.finish)
@@ -239,7 +239,7 @@ class Engine:
 
 
 class _Absence:
-    """Speaks for the absent parameters of one unit."""
+    """Answers for the absent parameters of one unit."""
 
     unit: Unit
 
@@ -253,12 +253,12 @@ class _Absence:
         return 1 if engine is None else engine.num_ranks
 
     def name_of(self, param: torch.Tensor) -> str:
-        """Fully qualified name."""
+        """Return the fully qualified name."""
         names = (s.name for p, s in zip(self.unit.params, self.unit.spec.params, strict=True) if p is param)
         return next(names, "?")
 
     def make_present(self) -> bool:
-        """Parameters that live on the device need only wait for their update."""
+        """Make parameters that live on the device present: they need only wait for their update. False for others."""
         engine = self._engine()
         if engine is None or engine.is_closed or not self.unit.ledger.cut.is_resident:
             return False
@@ -266,7 +266,7 @@ class _Absence:
         return True
 
     def absence(self) -> str:
-        """Where the bytes are."""
+        """Say where the bytes are."""
         engine = self._engine()
         if engine is None or engine.is_closed:
             return "gone: the model that outcore prepared was closed"

@@ -1,4 +1,4 @@
-"""Whole parameters for a while: read them, or change them and have them written home."""
+"""Whole parameters for the length of a block: read them, or change them and have them written home."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
     """Give all parameters of ``units`` their values on the device.
 
     Args:
-        engine: Of the units.
-        units: Not yet gathered, not being called.
-        write: Write changed parameters home at the end, masters too. Without, changes are lost.
+        engine: The engine of the units.
+        units: Those that are gathered already stay so after the block.
+        write: Write changed parameters home at the end, masters too; else changes are lost.
 
     Memory: device, all weights of the units, outside of the arena, until the end.
     """

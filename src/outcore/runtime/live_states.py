@@ -1,4 +1,4 @@
-"""``optimizer.state``: what a plain optimizer keeps there, read from its home and written to it when somebody asks."""
+"""``optimizer.state``: what a plain optimizer keeps there, read from its home and written to it on demand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StateTensor(DistantTensor):
         self._read, self._write = read, write
 
     def fetch(self) -> torch.Tensor:
-        """The current value."""
+        """Return the current value."""
         return self._read().to(self.device)
 
     def store(self, value: torch.Tensor) -> None:
@@ -40,26 +40,27 @@ class StateTensor(DistantTensor):
         self._write(value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The value, as a plain optimizer shows it."""
+        """Show the value, as a plain optimizer does."""
         return repr(self.fetch())
 
 
 class LiveStates(MutableMapping[torch.Tensor, Any]):
-    """By parameter, as in ``torch.optim.Optimizer.state``."""
+    """States by parameter, as in ``torch.optim.Optimizer.state``."""
 
     def __init__(self, engine: Engine, groups: list[dict[str, Any]]) -> None:
         self._engine, self._groups, self._place = engine, groups, engine.states.place
 
     def names(self, param: torch.Tensor) -> tuple[str, ...]:
-        """States that a parameter has now."""
+        """Return the names of the states that a parameter has now."""
         unit, index = self._place(param) or (None, 0)
         has_begun = unit is not None and (unit.steps[index] or self.kind(param).initial_sum is not None)
         return self._all_names(param, unit, index) if unit is not None and has_begun else ()
 
     def names_to_save(self, param: torch.Tensor) -> tuple[str, ...]:
-        """Those, and before the first step all where there is a master, which the rounded weight cannot bring back.
+        """Return the names of the states to save: those of ``names``, or all before the first step if one is a master.
 
-        A plain optimizer that loads first moments of 0 beside step 0 begins as without them.
+        The rounded weight cannot bring a master back. A plain optimizer that loads first moments of 0 beside step 0
+        begins as without them.
         """
         unit, index = self._place(param) or (None, 0)
         if unit is None or self.names(param):
@@ -69,10 +70,10 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
             return ()
         return (
             names if self.kind(param).has_step else ("master",)
-        )  # SGD takes a momentum that is there for one that has begun
+        )  # SGD takes any momentum that is there for one that has begun
 
     def kind(self, param: torch.Tensor) -> Kind:
-        """How a parameter is updated."""
+        """Return how a parameter is updated."""
         rule = self._engine.settings.expect_rule()
         if len(rule.kinds) == 1:
             return rule.kinds[0]
@@ -80,15 +81,15 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         return rule.kind(group)
 
     def _all_names(self, param: torch.Tensor, unit: Unit, index: int) -> tuple[str, ...]:
-        has_step = self.kind(param).has_step or unit.spec.params[index].is_coded  # which the noise depends on
+        has_step = self.kind(param).has_step or unit.spec.params[index].is_coded  # noise depends on the step
         return (*(("step",) if has_step else ()), *(state.name for state, _ in shown_states(unit, index)))
 
     def read(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """One state, in host memory."""
+        """Return one state, in host memory."""
         unit, index = self._expect(param)
         if name == "step":
             return torch.tensor(float(unit.steps[index]), device="cpu")
-        take_edits(unit, self._engine.access)  # the master follows
+        take_edits(unit, self._engine.access)  # the master follows them
         return self._engine.access.read_state(unit, name, index)
 
     def write(self, param: torch.Tensor, name: str, value: Any) -> None:
@@ -116,7 +117,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         self._engine.access.write_state(unit, name, index, value)
 
     def tensor(self, param: torch.Tensor, name: str) -> StateTensor:
-        """One state, as a tensor that is read when it is used."""
+        """Return one state, as a tensor that is read when it is used."""
         unit, index = self._expect(param)
         like, device = torch.empty((), device="meta"), torch.device("cpu")
         if name != "step":
@@ -133,7 +134,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         return StateTensor(like, device, partial(self.read, param, name), partial(self.write, param, name))
 
     def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
-        """Take other states for all parameters; those without begin anew."""
+        """Replace the states of all parameters; a parameter without values begins anew."""
         params = [param for group in self._groups for param in group["params"] if self._place(param) is not None]
         for param in params:
             self._engine.states.check(param, values.get(param, {}))

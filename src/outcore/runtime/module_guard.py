@@ -4,9 +4,9 @@
 outcore's back raises.
 
 [Note: own parameters] Every module that directly owns parameters handles just those, so a state dict is built parameter
-by parameter and nothing is read twice. Others stand in for them in the module. They themselves must not get values in
-host memory: torch makes a new node for a parameter whose data changes device, and gradients of graphs made before,
-which come to the old one, would be lost.
+by parameter, and nothing is read twice. Meanwhile stand-ins take their places in the module. The parameters themselves
+must not get values in host memory: torch makes a new node for a parameter whose data changes device. Graphs made before
+lead to the old node, and their gradients would be lost.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ if TYPE_CHECKING:
     from outcore.runtime.engine import Engine
 
 ATTACHMENT = "_outcore"
-"""Key in the prepared model's ``__dict__`` under which the engine stands."""
+"""Key of the ``Attachment`` in the prepared model's ``__dict__``."""
 
 
 class Attachment:
     """Ties engine and model together."""
 
     def __init__(self, engine: Engine) -> None:
-        """Args: engine: Of the model."""
+        """Args: engine: The engine of the model."""
         self.engine = engine
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:
-    """The attachment of a prepared model, if it is one."""
+    """Return the attachment of a prepared model; None if it is not prepared."""
     found = module.__dict__.get(ATTACHMENT)
     return found if isinstance(found, Attachment) else None
 
 
 def engine_of(module: nn.Module, what: str) -> Engine:
-    """The engine of a prepared model.
+    """Return the engine of a prepared model.
 
     Args:
         module: The model.
-        what: Who asks, for the error.
+        what: Names the caller in the error.
 
     Raises:
-        ConfigError: Not a prepared model.
+        ConfigError: The model is not prepared.
     """
     attachment = attachment_of(module)
     if attachment is None:
@@ -77,7 +77,7 @@ def is_guarded(module: nn.Module) -> bool:
 
 
 class ModuleGuard:
-    """Installs the hooks; ``remove`` takes them away."""
+    """Installs hooks and refusals in a prepared model; ``remove`` takes them away."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -103,7 +103,7 @@ class ModuleGuard:
                 self._guard_state_dict(module, owned)
 
     def refuse_if_changed(self) -> None:
-        """Raise if a module has another parameter than at ``prepare``: it would be trained by nobody.
+        """Raise if a module has another parameter than at ``prepare``: it would not be trained.
 
         Raises:
             UnsupportedError: Naming the first.
@@ -119,13 +119,13 @@ class ModuleGuard:
         self._refuse_thawed()
 
     def _refuse_thawed(self) -> None:
-        """Of other weights their units see it."""
+        """Raise if a wrapped weight was unfrozen. Other weights are checked by their units."""
         thawed = next((name for name, param in self._wrapped if param.requires_grad), None)
         if thawed is not None:
             raise UnsupportedError(unfreezing_refusal(thawed))
 
     def refuse_if_adapted(self) -> None:
-        """Raise if parameters were frozen since ``prepare`` and others came that are to be trained, as adapters are.
+        """Raise if parameters were frozen since ``prepare`` and trainable ones were added, such as adapters.
 
         Raises:
             UnsupportedError: Naming the first.
@@ -140,7 +140,7 @@ class ModuleGuard:
                 )
 
     def remove(self) -> None:
-        """Make it an ordinary module again."""
+        """Make the model an ordinary module again."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -178,7 +178,7 @@ class ModuleGuard:
 
 
 class _OwnParameters:
-    """The parameters that one module owns directly: others stand in for a moment. See [Note: own parameters]."""
+    """The parameters that one module owns directly, and their stand-ins. See [Note: own parameters]."""
 
     def __init__(self, engine: Engine, module: nn.Module, owned: dict[str, Parameter]) -> None:
         self._engine, self._registered, self._owned = engine, module._parameters, owned
@@ -187,7 +187,7 @@ class _OwnParameters:
         self._before: dict[str, list[torch.Tensor]] = {}
 
     def save(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch calls it so)
-        """Give real values; the dict keeps the tensors."""
+        """Save real values; the dict keeps the tensors."""
         if keep_vars:
             raise UnsupportedError(
                 f"state_dict(keep_vars=True) at '{prefix}': expected keep_vars=False, "
@@ -216,7 +216,7 @@ class _OwnParameters:
     def before_load(
         self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
-        """Give torch something to copy into. Comes behind hooks that rename what is loaded."""
+        """Give torch tensors to copy into. This hook runs after others that rename what is loaded."""
         if local_metadata.get("assign_to_params_buffers"):
             raise UnsupportedError(
                 f"load_state_dict(assign=True) at '{prefix}': expected assign=False, "
@@ -245,7 +245,7 @@ class _OwnParameters:
                 self._lend_parts(stand_in)
 
     def _lend_parts(self, weight: Parameter) -> None:
-        """What belongs to a quantised weight has its values, too."""
+        """Let the tensors that belong to a quantised weight have their values, too."""
         for place in places_of(self._module, weight):
             part = place.tensor
             self._lent.append((place, part))
@@ -267,7 +267,7 @@ class _RefuseMoves:
         self._module, self._engine = module, weakref.ref(engine)
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002
-        """Let what changes nothing pass, refuse the rest."""
+        """Let functions pass that change nothing, and refuse the others."""
         tensors = [*self._module.parameters(), *self._module.buffers()]
         for dtype, device, layout in dict.fromkeys((t.dtype, t.device, self._layout(t)) for t in tensors):
             probe = torch.empty_strided(*layout, dtype=dtype, device=device)
@@ -284,7 +284,7 @@ class _RefuseMoves:
         return self._module
 
     def _layout(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides, of a tensor that may have a memory format."""
+        """Return shape and strides of a tensor that may have a memory format; of any other, an empty one's."""
         engine = self._engine()
         if tensor.ndim not in (4, 5) or engine is None or id(tensor) not in engine.places:
             return (0,), (1,)
@@ -294,7 +294,7 @@ class _RefuseMoves:
 
 
 def _copies(function: Callable[[torch.Tensor], torch.Tensor], probe: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether a tensor stays what it is, in other memory: for cpu:0, as Accelerate calls a rank's CPU, torch copies."""
+    """Whether a function only copies a tensor, as torch does for cpu:0, which Accelerate calls a rank's CPU."""
     kept = (result.device, result.dtype, result.stride()) == (probe.device, probe.dtype, probe.stride())
     values = torch.frombuffer(bytearray(os.urandom(64)), dtype=torch.uint8)
     return kept and torch.equal(function(values.view(probe.dtype)).view(torch.uint8), values)
@@ -307,7 +307,7 @@ class _RefuseCopies:
         self._module = module
 
     def __call__(self, *_: object) -> NoReturn:
-        """Refuse, naming the way out."""
+        """Refuse, and say what to do instead."""
         raise UnsupportedError(
             f"expected a module of its own to copy or pickle, but this {type(self._module).__name__} belongs to "
             "outcore.prepare() and its weights are not inside it; copy it before prepare, or use state_dict(), "

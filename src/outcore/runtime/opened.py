@@ -24,7 +24,7 @@ from outcore.spec.plan import Plan
 
 
 class Opened:
-    """Owns all of it until ``close``; an error on the way closes what is there."""
+    """Owns device, memory, files and threads until ``close``. An error while opening closes what is open."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class Opened:
 
         Args:
             model: Units in the plan's order.
-            plan: Checked against it.
+            plan: Checked against the model.
             device: Taken over: closed with the rest, also if this raises.
             paths: Folders of the disk tier.
-            world: Taken over too: the ranks that train together.
-            has_updates: Units may be updated, on the host by threads.
+            world: The ranks that train together; taken over, too.
+            has_updates: Whether units may be updated. Updates on the host need threads.
         """
         self.model, self.plan, self.device, self.traffic = model, plan, device, Traffic()
         self._closing = ExitStack()
@@ -53,7 +53,7 @@ class Opened:
         self._closing.callback(device.close)
         with self.closed_on_error():
             first = 0 if world is None else world.rank % world.local_size % max(len(paths), 1)
-            # Ranks that do the same at the same time begin with different drives.
+            # Ranks do the same things at the same time, so they begin with different drives.
             self.tiers = Tiers(model, plan, device, [*paths[first:], *paths[:first]], world)
             self._closing.callback(self.tiers.close)
             port = LivePort(device, self.traffic, self.tiers.store)
@@ -64,9 +64,9 @@ class Opened:
             self._closing.callback(self.saves.abandon)
             self.tiers.hand_out(self.order)
             on_host = has_updates and any(u.plan.is_updated_on_host and u.spec.trainable for u in self.order.ledgers)
-            spare = 0 if device.computes_on_host else 1  # for whoever gives the device its work
+            spare = 0 if device.computes_on_host else 1  # for the thread that gives the device its work
             whole = has_updates and any(p.is_whole for unit in model.units for p in unit.trainable)
-            on_host |= whole and device.computes_on_host  # where staged updates need the same threads
+            on_host |= whole and device.computes_on_host  # there staged updates need the same threads
             sharers = (0, 1) if world is None else core_sharers(world)
             self.workers = UpdateWorkers(spare_cores=spare, sharers=sharers, has_whole=whole) if on_host else None
             if self.workers is not None:
@@ -87,19 +87,19 @@ class Opened:
             raise
 
     def _stop(self) -> None:
-        """Nothing may be in flight to or from memory and files that are given back."""
+        """Stop all work: nothing may be in flight to or from memory and files that are given back."""
         if self.workers is not None:
             self.workers.stop()
         if self.tiers.disk is not None:
             self.tiers.disk.stop()
         try:
             self.device.stop()
-        except LaneError as error:  # said, since whatever made the program close matters more
+        except LaneError as error:  # only a warning: what made the program close matters more
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
 
 def _all_gathers(world: World, ledgers: Sequence[Ledger[Handle]]) -> Callable[..., Callable[[], None]]:
-    """What puts weights that ranks have together into a slot. See [Note: cut fetches]. A collective."""
+    """Return what gathers weights that are cut over ranks into a slot. See [Note: cut fetches]. A collective."""
     cuts = [ledger.cut for ledger in ledgers if ledger.cut.num_sharers > 1]
     for num_sharers in sorted({cut.num_sharers for cut in cuts if cut.is_cut or cut.num_copies > 1}):
         world.open_groups(num_sharers)

@@ -26,20 +26,21 @@ from outcore.torch_private import as_it_is
 class StreamedOptimizer(torch.optim.Optimizer):
     """Steps parameters wherever they live.
 
-    ``param_groups`` is the user's own list, so schedulers built before ``prepare`` go on working, and so are the hooks:
-    it does not matter on which of the two optimizers one is registered, nor when. ``state`` reads states from their
-    homes.
+    ``param_groups`` is the user's own list, so schedulers built before ``prepare`` go on working. The hooks are shared
+    as well: it does not matter on which of the two optimizers one is registered, nor when. ``state`` reads states from
+    their homes.
     """
 
     _step_supports_amp_scaling = True
-    """Has ``GradScaler`` call ``step`` whatever it found, as of a fused optimizer, instead of waiting to learn it."""
+    """Makes ``GradScaler`` call ``step`` whatever it found, as for a fused optimizer, instead of waiting to know it."""
 
     def __init__(self, engine: Engine, original: torch.optim.Optimizer) -> None:
         """Take over the groups and hooks of the user's optimizer, and states that it already has.
 
         Args:
-            engine: Attached.
-            original: Keeps its groups, which stay the same list; its states are written home. It refuses to step.
+            engine: The attached engine.
+            original: It keeps its groups, which stay the same list. Its states are written home, and it refuses to step
+                from now on.
         """
         self.engine = engine
         self._originals = (original, *members(original))
@@ -50,8 +51,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._is_complete = True
         self.step_was_skipped = False
         self.resumed: dict[str, Any] | None = None
-        """What went with the checkpoint that ``prepare`` was given."""
-        for param in list(original.state):  # one by one: they need not stand twice
+        """What ``load_checkpoint`` would return for the checkpoint that ``prepare`` was given; None without one."""
+        for param in list(original.state):  # one by one, so that not all states are in memory twice
             values = original.state.pop(param)
             for member in members(original):
                 member.state.pop(param, None)
@@ -74,12 +75,12 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, values: Mapping[torch.Tensor, Any]) -> None:
-        if self._is_complete:  # else torch's own constructor
+        if self._is_complete:  # else torch's own constructor sets it
             self._states.replace(values)
 
     @property
     def plan(self) -> Plan:
-        """Where everything lives."""
+        """The plan: where everything lives."""
         return self.engine.opened.plan
 
     @property
@@ -94,7 +95,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def exposed_s(self) -> dict[str, float]:
         """Seconds that compute waited for each lane since the run began.
 
-        Does not block: on an accelerator they lag behind by what it was given and has not done.
+        Does not block. On an accelerator the numbers lag behind by the work that it was given and has not done.
         """
         return self.engine.device.recorder.exposed_s()
 
@@ -102,7 +103,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Record what every lane does, and what compute waits for, while the block runs.
 
         Args:
-            num_steps: The recorder keeps so many steps; ``timeline()`` returns them.
+            num_steps: How many steps the recorder keeps; ``timeline()`` returns them.
 
         Memory: host, a few hundred bytes per operation.
         """
@@ -125,7 +126,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _refuse_new_groups(self) -> None:
-        """Of several optimizers each has a list of its own."""
+        """Raise if a group was added to one of several optimizers: each has a list of its own."""
         mine = {id(group) for group in self.param_groups}
         for one in self._originals:
             if any(id(group) not in mine for group in one.param_groups):
@@ -145,7 +146,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _unscale(self) -> None:
-        """What ``GradScaler`` leaves to a fused optimizer where nobody called its ``unscale_``."""
+        """Unscale gradients: ``GradScaler`` leaves that to a fused optimizer if its ``unscale_`` was not called."""
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is None:
             return
@@ -157,7 +158,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @as_it_is
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)
-        """As in torch. What a backward has lost that an exception ended is zeroed too."""
+        """Zero gradients, as in torch, also those left incomplete by a backward that ended in an exception."""
         self.engine.notice_what_was_cut_short()
         self.engine.gradients.zero()
         super().zero_grad(set_to_none)
@@ -166,8 +167,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Add parameters that were trainable at ``prepare`` and that no group has yet.
 
         Raises:
-            UnsupportedError: One has no memory for gradients and states.
-            ConfigError: There are several optimizers, and so it would belong to none of them.
+            UnsupportedError: A parameter has no memory for gradients and states.
+            ConfigError: There are several optimizers, so the group would belong to none of them.
         """
         if self._is_complete:
             self.engine.settings.expect_rule().kind(param_group)
@@ -191,7 +192,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @as_it_is
     def state_dict(self) -> dict[str, Any]:
-        """States in torch's format, in host memory; bf16 training adds ``master``, from the start.
+        """Return states in torch's format, in host memory; bf16 training adds ``master``, from the start.
 
         Memory: host, all states.
         """
@@ -216,10 +217,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @as_it_is
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Write states home. Settings of the groups are taken over.
+        """Write states home, and take over settings of the groups.
 
         Raises:
-            ConfigError: Made for other groups, a tensor of another shape, or states of another format.
+            ConfigError: The states are for other groups or of another format, or a tensor has another shape.
         """
         self.engine.refuse_if_closed()
         state_dict = state_dict.copy()
@@ -260,14 +261,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.engine.close()
 
     def __getstate__(self) -> NoReturn:
-        """Refuse."""
+        """Refuse to be copied or pickled."""
         raise UnsupportedError(
             "expected optimizer.state_dict() to save, but the prepared optimizer itself is being copied or pickled"
         )
 
 
 def _has_begun(kind: Kind, values: Mapping[str, Any]) -> bool:
-    """Whether states say more than that there were none.
+    """Whether states are more than the initial ones.
 
     Adagrad has a sum before its first step, but rounded to the dtype that the weights had when it was built.
     """
@@ -278,16 +279,16 @@ def _has_begun(kind: Kind, values: Mapping[str, Any]) -> bool:
 
 
 class _Refusal:
-    """A hook that lets every other optimizer refuse: their parameters are elsewhere, the original's states were taken.
+    """A hook that makes every other optimizer refuse: parameters are elsewhere, and the original's states were taken.
 
-    One that wraps the prepared optimizer may go on.
+    An optimizer that wraps the prepared one may go on.
     """
 
     def __init__(self, streamed: StreamedOptimizer, original: torch.optim.Optimizer) -> None:
         self._streamed, self._originals = weakref.ref(streamed), weakref.WeakSet((original, *members(original)))
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Asked before ``step()`` of any optimizer, and before ``state_dict()`` and loading of the original one."""
+        """Run before ``step()`` of any optimizer, and before ``state_dict()`` and loading of the original one."""
         mine = self._streamed()
         if optimizer is mine or mine is None:
             return

@@ -1,12 +1,13 @@
-"""Weights on the device while a save copies them: calls use them, and nobody edits them.
+"""Weights on the device while a save copies them: calls use them, and nothing edits them.
 
 [Note: weights that are saved] A user may change weights on the device in place, at any time between calls. A save that
-copies them beside training would take half of that. So their parameters are withdrawn meanwhile: to calls they are
-lent, and whoever else asks for their values waits for the copy, as for an update that is under way. That does not help
-where a unit changes its own weights in forward, or where somebody kept what ``p.data`` gave him. Units that were seen
-to do so are waited for before the save returns. Others are found out by sums of their weights, before and behind the
-copy: the save fails. So is whoever edits a unit that an exception has left lent, until the engine is asked again.
-A sum is taken when the save is asked for, or where an update is still on its way, before the first call uses the unit.
+copies them beside training would then copy a part of the change. So the parameters are *withdrawn* meanwhile. They are
+lent to calls. Any other access to their values waits for the copy, as for an update that is under way. This does not
+help if a unit changes its own weights in forward, or if a user kept what ``p.data`` returned. The save waits for units
+that were seen to do so before it returns. Edits of other units are found by sums of their weights, taken before and
+after the copy; the save then fails. The sums also find edits of a unit that an exception has left lent, until the
+engine is used again. The first sum is taken when the save is asked for. If an update is still on its way then, it is
+taken before the first call uses the unit.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from outcore.runtime.unit.unit import Unit
 from outcore.spec.lanes import Lane
 
 Late = MutableMapping[str, list[Sum]]
-"""By label of a unit."""
+"""Sums that are still to be taken, by label of a unit."""
 
 
 class SavedWeights:
-    """Of the units of one engine."""
+    """Withdraws and lends the weights of one engine's units while a save copies them."""
 
     def __init__(self, units: Sequence[Unit], saving: list[Unit], device: Device) -> None:
         """Args: units: All. saving: Those that a save still copies; kept up to date here."""
@@ -32,14 +33,14 @@ class SavedWeights:
         self._late: Late = {}
 
     def are_read(self, edited: Container[str], late: Late) -> None:
-        """All of a save was submitted. Waits for units whose weights may be edited unseen.
+        """Withdraw what a save copies, once all of it was submitted. Waits for units that may be edited unseen.
 
         Args:
-            edited: Those of which that is known otherwise, by label.
+            edited: Labels of units of which that is known from an earlier save.
             late: Sums that are to be taken before compute uses a unit; kept up to date here.
         """
         self._late = late
-        for unit in tuple(self._saving):  # of the one before, which is over
+        for unit in tuple(self._saving):  # of the save before, which is over
             self._forget(unit)
         for unit in self._units:
             handles = unit.ledger.weights.readers if unit.ledger.cut.is_resident else []
@@ -54,7 +55,7 @@ class SavedWeights:
             self.withdraw(unit)
 
     def withdraw(self, unit: Unit) -> None:
-        """What is still copied, between calls of the unit."""
+        """Withdraw a unit's weights if they are still copied and no call of the unit runs."""
         presence = unit.presence
         if presence.saved is not None and presence.saved.is_over():
             self._forget(unit)
@@ -62,20 +63,20 @@ class SavedWeights:
             presence.withdraw()
 
     def lend(self, unit: Unit) -> None:
-        """Compute is given its weights, behind whatever writes them."""
+        """Lend a unit's weights to compute, which comes behind whatever writes them. Late sums are taken first."""
         for late in self._late.pop(unit.label, ()):
             late.take()
         unit.presence.lend()
 
     def wait(self, unit: Unit) -> None:
-        """Somebody may edit the weights of a unit now."""
+        """Wait for the copy of a unit's weights, since they may be edited now."""
         if unit.presence.saved is not None:
             self._device.wait("weights saved", unit.presence.saved)
             self._forget(unit)
 
     @contextmanager
     def lent(self, unit: Unit, inside: AbstractContextManager[None]) -> Iterator[None]:
-        """Around a call of the unit."""
+        """Lend a unit's weights for a call of the unit."""
         unit.presence.lend()
         try:
             with inside:
@@ -85,7 +86,7 @@ class SavedWeights:
 
     @contextmanager
     def all_lent(self) -> Iterator[None]:
-        """Around a step: it looks for edits, and its updates come behind the copies."""
+        """Lend all weights for a step: it looks for edits, and its updates come behind the copies."""
         for unit in self._saving:
             unit.presence.lend()
         try:

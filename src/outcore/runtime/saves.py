@@ -34,15 +34,15 @@ class Writer(Protocol):
     """Takes the bytes of a file, front to back."""
 
     def write(self, nbytes: int, fill: Callable[[int, int, torch.Tensor], None]) -> None:
-        """Append. See ``memory.checkpoint_folder.CheckpointFile``."""
+        """Append bytes. See ``memory.files.checkpoint_file.CheckpointFile``."""
 
 
 Spans = Sequence[tuple[int, int]]
-"""The bytes [start, stop) of a home, in the order in which they stand in a file; they grow."""
+"""Ranges [start, stop) of a home's bytes, in the order in which they stand in a file; ascending."""
 
 
 Read = Callable[[int, int], torch.Tensor]
-"""The bytes [start, stop) of a source: 1D uint8 in host memory, fresh."""
+"""Returns the bytes [start, stop) of a source: 1D uint8 in host memory, freshly allocated."""
 
 
 Meet = Callable[["Save"], None]
@@ -53,7 +53,7 @@ def _alone(_: Save) -> None:
 
 
 class EditedError(UnsupportedError):
-    """Weights were edited while they were saved, unseen. The next save of this model waits for such units."""
+    """Weights were edited unseen while they were saved. The next save of this model waits for such units."""
 
 
 class Source(NamedTuple):
@@ -75,25 +75,25 @@ class Save:
         told: Callable[[OSError], OutcoreError],
         stop: Callable[[], None] | None = None,
     ) -> None:
-        """Nothing of it is written.
+        """Begin with nothing written.
 
         Args:
             path: Where it will be.
-            abandon: Leaves nothing of it. Idempotent.
-            told: The error for the user.
-            stop: Writes no more; where other ranks may still write, who must not find that it is gone. Idempotent.
+            abandon: Removes what was written. Idempotent.
+            told: Makes the error for the user of an ``OSError``.
+            stop: Ends writing but removes nothing: other ranks may still write, and must not find it gone. Idempotent.
         """
         self.path = path
         self.error: BaseException | None = None
         self.complaint: Exception | None = None
-        """What went wrong after it was durable: older ones could not be removed."""
+        """What went wrong after it was durable: older checkpoints could not be removed."""
         self.is_told = False
-        """Whether somebody has waited for it."""
+        """Whether a caller has waited for it, and so knows how it ended."""
         self.num_pieces = 0
-        """That were submitted. Counted apart from those that were written, which another thread counts."""
+        """Pieces submitted. Counted apart from those written, which another thread counts."""
         self.num_written = 0
         self.busy_s = 0.0
-        """That writing took, without what it waited for."""
+        """Seconds that writing took, without waiting."""
         self._is_durable = False
         self._is_committing = False
         self._abandon, self._told, self._stop = abandon, told, stop or abandon
@@ -102,11 +102,11 @@ class Save:
         self._last: tuple[Handle, Device] | None = None
 
     def ends_with(self, last: Handle, device: Device) -> None:
-        """Everything was submitted."""
+        """Note the last operation: everything was submitted."""
         self._last = last, device
 
     def fail(self, error: BaseException) -> None:
-        """It will not be. The first error counts: others follow from it."""
+        """Note that the save has failed. The first error counts: others follow from it."""
         with self._failing:
             if self.done or self._is_committing:
                 return
@@ -118,12 +118,12 @@ class Save:
         self._stop()
 
     def abandon(self) -> None:
-        """Nobody writes any more: leave nothing of it, unless it is durable."""
+        """Remove what was written if the save has failed. Nothing writes any more."""
         if self.error is not None:
             self._abandon()
 
     def give_up(self) -> None:
-        """Leave nothing of it, unless it is as good as durable: whoever ends things at once does not wait for it."""
+        """Fail the save, unless it is as good as durable: a run that is ended at once does not wait for it."""
         self.fail(OutcoreError("expected a save that is waited for, but the run was ended at once"))
         self.is_told = True
 
@@ -133,7 +133,7 @@ class Save:
             raise OutcoreError("expected whole updates to save, but one has failed; see its own error")
 
     def commit(self, work: Callable[[], None]) -> bool:
-        """Do what makes it durable, unless it has failed. Meanwhile nobody else may end it. Returns: whether it was."""
+        """Do what makes it durable, unless it has failed; meanwhile ``fail`` has no effect. Returns whether it did."""
         with self._failing:
             if self.done:
                 return False
@@ -162,7 +162,7 @@ class Save:
             DiskError: It could not be written. Older checkpoints are untouched, and the model can go on.
             OutcoreError: What was to be saved has failed.
         """
-        # Where other ranks may still write, what has failed is removed at its end.
+        # If other ranks may still write, a failed save is removed only at its end.
         if self._last is not None and (self.error is None or (self._is_shared and not self.is_told)):
             handle, device = self._last
             device.wait("checkpoint saved", handle)
@@ -175,14 +175,14 @@ class Save:
 
 
 class Saves:
-    """Of one engine: one at a time."""
+    """The saves of one engine, one at a time."""
 
     def __init__(self, device: Device, port: LivePort, tiers: Tiers) -> None:
         self._device, self._port, self._tiers = device, port, tiers
         self.edited: set[str] = set()
-        """Units whose weights were others behind a copy: the next save waits for them."""
+        """Labels of units whose weights had changed after a copy: the next save waits for them."""
         self.late = defaultdict[str, list[Sum]](list)
-        """Of units whose weights an update still sends: whoever uses them first, a call or the copy, takes the sums."""
+        """Sums of units whose weights an update still sends. The first user, a call or the copy, takes them."""
         self._running: list[Save] = []
         """At most one."""
         self._pid = os.getpid()
@@ -194,7 +194,7 @@ class Saves:
         return Aside(self._device.torch_device)
 
     def make_room(self) -> Save | None:
-        """Wait for the one before. Returns: it, if it failed and nobody was told."""
+        """Wait for the save before. Returns it if it failed and no caller was told."""
         failed = None
         for save in self._running:
             if not save.is_told:
@@ -206,22 +206,22 @@ class Saves:
         return failed
 
     def begin(self, save: Save) -> None:
-        """Nothing of it was submitted."""
+        """Begin a save. Nothing of it was submitted."""
         self._running.append(save)
 
     def finish(self) -> None:
-        """Wait for the one that is under way. Raises: What it raises, if it failed and nobody was told."""
+        """Wait for the save under way. Raises: Its error, if it failed and no caller was told."""
         failed = self.make_room() if os.getpid() == self._pid else None
         if failed is not None:
             failed.wait()
 
     def give_up(self) -> None:
-        """What is under way."""
+        """Give up the save under way."""
         for save in self._running:
             save.give_up()
 
     def abandon(self) -> None:
-        """The lanes have stopped: leave nothing of what was not written."""
+        """Remove what is not complete: the lanes have stopped."""
         self._at_exit.detach()
         for save in self._running if os.getpid() == self._pid else ():
             save.fail(OutcoreError("expected a model whose checkpoint can be written, but it was closed"))
@@ -237,7 +237,7 @@ class Saves:
         *,
         header: bytes = b"",
     ) -> None:
-        """Let a header, and behind it some bytes of a home, be appended to a file."""
+        """Submit that a header, and behind it some bytes of a home, are appended to a file."""
         first = min(start for start, _ in spans)
         source = home.span(first, max(stop for _, stop in spans))
         inside = [(start - first, stop - first) for start, stop in spans]
@@ -251,7 +251,7 @@ class Saves:
         save_homes(self._port, [(unit, home)], [source], self._deed(save, write))
 
     def made(self, sources: Sequence[Source], save: Save, make: Callable[[Sequence[Read]], None]) -> None:
-        """Let something be made of bytes of homes."""
+        """Submit that ``make`` is called with readers of homes' bytes, one for each source."""
         homes = [(unit, home) for unit, home, _, _ in sources]
         spans = [home.span(start, stop) for _, home, start, stop in sources]
         copied = self._unedited(homes, spans)
@@ -265,7 +265,7 @@ class Saves:
     def _unedited(
         self, homes: Sequence[tuple[Ledger[Handle], Home[Handle]]], spans: Sequence[Span]
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Sum weights on the device. Returns: what stands around their copy, and raises if they have changed.
+        """Sum weights on the device. Returns a context for their copy, which raises if they have changed.
 
         See [Note: weights that are saved]. Weights that an update still sends there are summed when they are there.
         """
@@ -291,7 +291,7 @@ class Saves:
         return copied
 
     def _sum(self, unit: Ledger[Handle], home: Home[Handle], span: Span, of: Sum) -> None:
-        """Take the sum, unless that would have to be waited for."""
+        """Take the sum now, or leave it for later if it would have to wait for an update."""
         if _is_on_its_way(home):
             self.late[unit.name].append(of)
             return
@@ -299,7 +299,7 @@ class Saves:
         of.take()
 
     def _deed(self, save: Save, work: Callable[[], None]) -> Callable[[], None]:
-        """What fails fails the save, and not the training."""
+        """Return work for the lane. An error in it fails the save, not the training."""
         save.num_pieces += 1
 
         def deed() -> None:
@@ -325,15 +325,15 @@ class Saves:
         meet: Meet = _alone,
         miss: Meet = _alone,
     ) -> None:
-        """Behind everything that was submitted.
+        """Submit the end of a save, behind everything else that was submitted.
 
         Args:
-            save: It.
-            name: Of the operation.
-            commit: Makes it durable; a collective if there are other ranks.
-            tidy_up: Behind it.
-            meet: With other ranks; raises if one failed.
-            miss: In place of ``commit``, where it has failed on this rank by then.
+            save: The save.
+            name: Name of the operation.
+            commit: Makes the save durable; a collective if there are other ranks.
+            tidy_up: Called after that.
+            meet: Meets the other ranks; raises if one failed.
+            miss: Called in place of ``commit`` if the save has failed on this rank by then.
         """
         end = partial(self._end, save, commit, tidy_up, meet, miss)
         save.ends_with(self._device.submit(Lane.SAVE, name, end), self._device)
@@ -361,7 +361,7 @@ class Saves:
             save.complaint = error
 
     def _fill(self, memory: Buffer | Extent, spans: Spans, start: int, stop: int, to: torch.Tensor) -> None:
-        """The bytes [start, stop) of what some spans of a part of a home are, one behind the other."""
+        """Read the bytes [start, stop) of some spans of a home's part, counted as if one lay behind the other."""
         first = 0
         for begin, end in spans:
             a, b = max(start, first), min(stop, first + end - begin)
@@ -387,7 +387,7 @@ def _is_on_its_way(home: Home[Handle]) -> bool:
 
 
 def append_bytes(file: Writer, data: bytes | memoryview) -> None:
-    """Append what is in memory. Raises: OSError."""
+    """Append bytes that are in memory. Raises: OSError."""
 
     def fill(start: int, stop: int, to: torch.Tensor) -> None:
         to.numpy().data[:] = data[start:stop]
@@ -402,11 +402,11 @@ def _length(spans: Spans) -> int:
 
 @contextmanager
 def last_save(attachment: Any, error: BaseException | None) -> Iterator[None]:
-    """What went wrong with the last save is raised behind the block, or said with the error that there is.
+    """Wait for the last save, then run the block. Behind it, raise the save's error, or add it to the run's own error.
 
     Args:
-        attachment: Of the model; None if it is not prepared.
-        error: That ends the run, if one does.
+        attachment: The model's attachment; None if it is not prepared.
+        error: The error that ends the run, if there is one.
     """
     failed: BaseException | None = None
     try:
@@ -414,7 +414,7 @@ def last_save(attachment: Any, error: BaseException | None) -> Iterator[None]:
             attachment.engine.opened.saves.finish()
     except BaseException as caught:
         failed = caught
-        if not isinstance(caught, Exception):  # nor does the block wait for it
+        if not isinstance(caught, Exception):  # an interrupt: the block does not wait for the save either
             attachment.engine.opened.saves.give_up()
     yield
     if failed is not None:
@@ -424,7 +424,7 @@ def last_save(attachment: Any, error: BaseException | None) -> Iterator[None]:
 
 
 def _finish(running: list[Save], pid: int) -> None:
-    """Nobody is left who could be told by an error. A forked child has nothing to wait for."""
+    """Wait for saves at exit. Errors become warnings: no caller is left. A forked child has nothing to wait for."""
     if os.getpid() != pid:
         return
     for save in running:

@@ -1,7 +1,7 @@
 """Weights on the move: fetch, bind, unbind, prefetch, evict. See [Note: weight slots].
 
-What goes where, and when, is decided beforehand for the visits of a whole step (``planning.paper.weight_cache``). They
-are taken to be those of the step before; a ``Cursor`` follows them. Whatever else is needed is fetched on demand.
+What goes where, and when, is decided beforehand for the visits of a whole step (``planning.paper.weight_cache``). These
+are expected to be those of the step before; a ``Cursor`` follows them. An unexpected visit is fetched on demand.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ class Weights:
         recovery.parts.append(self._reset)
         self._units, self.has_steps = units, has_steps
         self.saving: list[Unit] = []
-        """Units whose weights on the device a save still copies."""
+        """Units whose weights on the device are still being copied by a save."""
         self.refusal: OutcoreError | None = None
-        """Why no unit may run any more."""
+        """Why no unit may run any more; None while units may run."""
         self._last_first = plan.last_updated_first
         decide = partial(weight_moves, model, plan)
         self._step = Cursor(decide, usual_visits(model), self._held())
         self._round = Round(decide, (), self._held())
         self.calls: list[tuple[int, Phase, FrameType | None]] = []
-        """Units that are being called, the outermost first, and by which frame."""
+        """Calls of units that run, the outermost first: unit, phase, and the calling frame."""
         self._thread = 0
         self._cursor: Cursor = self._step
-        """The one of the two that follows the run now."""
+        """The cursor that follows the run now: ``_step`` or ``_round``."""
 
     @property
     def visits(self) -> tuple[Visit, ...]:
-        """Those of the last step, which this one is expected to repeat."""
+        """Visits of the last step, which this step is expected to repeat."""
         return self._step.expected
 
     def begin_call(self, unit: Unit) -> int:
-        """How many calls are running already; one more may begin.
+        """Allow one more call to begin. Returns how many run already.
 
         Raises:
-            UnsupportedError: They are another thread's.
+            UnsupportedError: Calls of another thread run.
         """
         if self.refusal is not None:
             raise self.refusal
@@ -93,7 +93,7 @@ class Weights:
     def bind(self, unit: Unit, phase: Phase, frame: FrameType | None) -> None:
         """Make a unit's parameters present; compute that follows sees the current weights.
 
-        Whoever calls this must ``unbind``, or ``unwind`` if either was interrupted, while ``frame`` runs.
+        The caller must ``unbind``, or ``unwind`` if either was interrupted, while ``frame`` still runs.
 
         Order: compute waits for the fetch, and the fetch for the unit's last update.
         """
@@ -114,42 +114,42 @@ class Weights:
     def present(self, unit: Unit, phase: Phase = Phase.FORWARD) -> None:
         """Order compute behind whatever writes the unit's weights on the device, and point the parameters at them."""
         self._order.use(unit.ledger, phase)
-        if unit.presence.now is not Beneath.AT_HOME:  # else where they were, with a user's edits
+        if unit.presence.now is not Beneath.AT_HOME:  # else they stay as they are, with a user's edits
             unit.show()
         if unit.presence.saved is not None:
             self.saved.lend(unit)
 
     @cached_property
     def saved(self) -> SavedWeights:
-        """Of the first save on."""
+        """Guards weights while a save copies them; made at the first save."""
         return SavedWeights(self._units, self.saving, self._device)
 
     def present_on_demand(self, unit: Unit) -> None:
-        """Make a resident unit's parameters present because somebody reads them: the root has no call of its own."""
+        """Make a resident unit's parameters present because they are read outside of a call: the root has no calls."""
         if unit.presence.saved is not None:
             self.saved.wait(unit)
         self._present_outside(unit)
 
     def begin_forward(self) -> None:
-        """Of the whole model, which reads the root's weights and does not edit them."""
+        """Begin a forward of the whole model: it reads the root's weights and does not edit them."""
         root = self._units[0]
         if root.presence.saved is not None:
             self._present_outside(root)
 
     def end_forward(self) -> None:
-        """Of the whole model."""
+        """End a forward of the whole model."""
         if self._units[0].presence.saved is not None:
             self.saved.withdraw(self._units[0])
 
     def _present_outside(self, unit: Unit) -> None:
-        """Outside of calls of the unit."""
+        """Make parameters present outside of calls of their unit."""
         if unit.presence.now is Beneath.ABSENT and torch.is_grad_enabled():
             self._step.follow(Visit(Phase.FORWARD, unit.ledger.index), may_skip=False)
         if unit.presence.now is not Beneath.GATHERED:
             self.present(unit)
 
     def units_to_update(self) -> list[Unit]:
-        """All units in the order of ``update_order``, as they were used since the last step."""
+        """Return all units in the order of ``update_order``, by their use since the last step."""
         is_alone = all(unit.spec.num_ranks == 1 for unit in self._units)
         seen = self._step.seen if is_alone else None
         return [self._units[i] for i in update_order(seen, len(self._units), self._last_first)]
@@ -167,15 +167,15 @@ class Weights:
         presence.hide(device=self._device.torch_device)
 
     def unwind(self, num_calls: int) -> None:
-        """End all calls but the first ones, wherever an exception left them."""
+        """End all calls but the first ``num_calls``, wherever an exception left them."""
         self._recovery.is_due = True
         del self.calls[num_calls:]
 
     def _notice(self) -> None:
-        """End the calls whose frames run no more: an exception came before they could be ended."""
+        """End the calls whose frames no longer run: an exception came before they could be ended."""
         frame, running = inspect.currentframe() if self.calls else None, set()
         while frame is not None:
-            running.add(id(frame))  # the frames themselves would hold one another
+            running.add(id(frame))  # not the frames themselves, which would then hold one another
             frame = frame.f_back
         for number, (_, _, caller) in enumerate(self.calls):
             if id(caller) not in running:
@@ -183,7 +183,7 @@ class Weights:
                 break
 
     def _reset(self) -> None:
-        """Take back what no running call has. See [Note: cut short]."""
+        """Take back slots and parameters that no running call uses. See [Note: cut short]."""
         called = [index for index, _, _ in self.calls]
         self._order.on_device.reset(called)
         self._order.on_host.reset(())
@@ -201,7 +201,7 @@ class Weights:
         self._round.reset(self._held())
 
     def rest(self, unit: Unit) -> None:
-        """Take the tensors of their own from a unit's parameters: they are as between calls, or in those that run."""
+        """End ``gathered`` for a unit: its parameters are again as between calls, or as in the call that runs."""
         ledger, bound = unit.ledger, unit.presence.bound
         unit.presence.hide(device=None if ledger.cut.is_resident else self._device.torch_device)
         if ledger.cut.is_resident:
@@ -212,7 +212,7 @@ class Weights:
             unit.presence.show(bound)
 
     def invalidate(self, unit: Unit) -> None:
-        """Forget cached weights: the home holds other ones now, or will."""
+        """Forget cached weights: the home holds other weights now, or soon will."""
         if unit.presence.num_calls and unit.ledger.slot is not None:
             raise UnsupportedError(
                 f"unit '{unit.label}': expected its weights to be written between its calls, but a call of it runs; "
@@ -221,7 +221,7 @@ class Weights:
         self._order.invalidate(unit.ledger)
 
     def prefetch_after_update(self) -> None:
-        """A step begins: fetch what its forward needs first; each unit waits for its own update."""
+        """Begin a step: fetch what its forward needs first. Each fetch waits for the update of its own unit."""
         self._cursor = self._step
         self._cursor.restart(self._held())
         self._make_due()
@@ -247,17 +247,18 @@ class Weights:
             if self._units[move.unit].presence.now is Beneath.GATHERED or cache.find(move.unit) is not None:
                 continue
             place = self._choose(cache, move.unit, move)
-            if place is not None:  # else the slots hold what is needed sooner: not what was expected
+            if place is not None:  # else, contrary to what was expected, the slots hold what is needed sooner
                 bring = self._fetch if move.tier == "device" else self._order.read
                 bring(move.unit, place)
 
     def _choose(self, cache: WeightSlots[Handle], index: int, move: Move | None = None) -> int | None:
-        """The slot to take for a unit's weights: an idle one, else the one whose content is used again last.
+        """Choose a slot for a unit's weights: an idle one, else the one whose content is used again last.
 
         Args:
-            cache: Of a tier.
+            cache: Slots of a tier.
             index: The unit.
-            move: Expected: its slot is taken if it is as good as any, and no unit is evicted that is needed sooner.
+            move: The expected move, if it is one. Then its slot is taken if no other is better, and no unit is evicted
+                that is needed sooner.
         """
         evicts, planned, beyond = (None, None, -1) if move is None else (move.evicts, move.slot, move.use)
 
@@ -286,7 +287,7 @@ class Weights:
         self._fetch(index, place)
 
     def _fetch(self, index: int, place: int) -> None:
-        """Bring weights into a device slot; from disk through a host slot, if they are in none."""
+        """Bring weights into a device slot. From disk they come through a host slot, unless one holds them already."""
         on_host = self._order.on_host
         if self._units[index].plan.weights == "disk" and on_host.find(index) is None:
             staging = self._choose(on_host, index)
@@ -297,7 +298,7 @@ class Weights:
 
 
 def make_way(activations: ActivationOrder[Handle], unit: Unit, weights: Weights) -> None:
-    """What earlier calls saved leaves, since a call begins. Cut short, this is noticed as a call is."""
+    """Let activations of earlier calls leave, since a call begins. Being cut short is noticed as for a call."""
     depth = weights.begin_call(unit)
     try:
         activations.begin_forward()
@@ -307,20 +308,20 @@ def make_way(activations: ActivationOrder[Handle], unit: Unit, weights: Weights)
 
 
 class Bound:
-    """Makes a unit's parameters present, and absent again.
+    """Context in which a unit's parameters are present.
 
-    A class, so that no frame of ``contextlib`` stands between: an interrupt there would leave the call unended and
-    unseen. See [Note: cut short].
+    It is a class, so that no frame of ``contextlib`` stands in between: an interrupt there would leave the call
+    unended, and nothing would notice. See [Note: cut short].
     """
 
     def __init__(self, unit: Unit, phase: Phase, weights: Weights, recorder: Recorder) -> None:
-        """Args: recorder: Keeps how long it took, if it is on."""
+        """Args: recorder: Records the time that the context takes, if it is on."""
         self._unit, self._phase, self._weights, self._recorder = unit, phase, weights, recorder
 
     def __enter__(self) -> None:
         self._depth = self._weights.begin_call(self._unit)
         try:
-            # Not in a variable, which would be in the frame that it holds.
+            # The frame is not put in a variable: that would lie in the frame that it refers to.
             self._weights.bind(self._unit, self._phase, inspect.currentframe().f_back)  # type: ignore[union-attr]
             self._start = self._recorder.now() if self._recorder.is_on else None
         except BaseException:
@@ -342,20 +343,21 @@ class Bound:
 
 
 MAX_VISITS = 2**16
-"""Of a step are remembered; in a longer one the rest is fetched on demand."""
+"""Visits of a step that are remembered; the rest of a longer step is fetched on demand."""
 
 Decide = Callable[[Sequence[Visit], Held], Moves]
 
 
 class Cursor:
-    """Follows a step along the one before, and says which moves are due.
+    """Follows a step along the visits of the one before, and says which moves are due.
 
-    Where the run leaves the expected order, the cursor skips to the next place where it fits, or stays. Moves whose use
-    was skipped are not made. An unexpected visit is fetched on demand. The next step is expected as this one was.
+    If a visit is not the expected one, the cursor skips to the next place that fits, or stays if there is none. Moves
+    whose use was skipped are not made. An unexpected visit is fetched on demand. The next step is expected to repeat
+    this one.
     """
 
     def __init__(self, decide: Decide, expected: Sequence[Visit], held: Held) -> None:
-        """Args: decide: The moves for visits, given what slots hold. expected: Of the first step."""
+        """Args: decide: Returns the moves for visits, given what slots hold. expected: Visits of the first step."""
         self._decide = decide
         self.expected, self.seen = tuple(expected), list[Visit]()
         self._decided: tuple[tuple[Visit, ...], Held] | None = None
@@ -363,12 +365,12 @@ class Cursor:
         self._begin(held)
 
     def restart(self, held: Held) -> None:
-        """A step begins. What was seen is expected again; nothing seen is no step."""
+        """Begin a step. The visits seen are expected again; if none were seen, the expected ones stay."""
         self.expected, self.seen = tuple(self.seen) or self.expected, []
         self._begin(held)
 
     def reset(self, held: Held) -> None:
-        """What was seen is cut short and no step: begin again."""
+        """Begin again: the visits seen were cut short and are no step."""
         self.seen = []
         self._begin(held)
 
@@ -379,11 +381,11 @@ class Cursor:
         self._next = 0
 
     def follow(self, visit: Visit, *, may_skip: bool = True) -> None:
-        """A visit takes place.
+        """Note that a visit takes place.
 
         Args:
-            visit: Any.
-            may_skip: Whether expected visits before it, if there are any, are not expected any more.
+            visit: An expected visit or another one.
+            may_skip: Whether it may come before expected visits, which are then not expected any more.
         """
         if len(self.seen) < MAX_VISITS:
             self.seen.append(visit)
@@ -393,7 +395,7 @@ class Cursor:
             self._next = found + 1
 
     def due(self) -> Iterator[Move]:
-        """Moves that can be made now, in order, each once, without those that come too late."""
+        """Yield moves that can be made now, in order, each once, without those that come too late."""
         now = max(self._next - 1, 0)
         while self._waiting and self._waiting[0].due <= now:
             move = self._waiting.popleft()
@@ -401,16 +403,16 @@ class Cursor:
                 yield move
 
     def next_use(self, unit: int) -> int:
-        """The next expected visit of a unit; beyond the end if there is none in this step."""
+        """Return the index of a unit's next expected visit; beyond the end if there is none in this step."""
         coming = (i for i in range(self._next, len(self.expected)) if self.expected[i].unit == unit)
         return next(coming, len(self.expected))
 
 
 class Round(Cursor):
-    """Follows visits that no step divides: a round ends where one of its visits comes again, as in evaluation."""
+    """Follows visits that are not divided into steps, as in evaluation: a round ends when a visit of it comes again."""
 
     def follow_round(self, visit: Visit, held: Callable[[], Held]) -> None:
-        """A visit takes place; begin anew if it was in this round."""
+        """Note that a visit takes place; begin a new round if it was in this one."""
         if self.seen and visit == self.seen[-1]:  # a unit that is used twice in a row: nothing moves
             return
         if visit in self.seen:

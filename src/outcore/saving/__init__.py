@@ -1,1 +1,1 @@
-"""Everything of a run in one checkpoint, beside training: written, found, loaded, exported."""
+"""Checkpoints of a whole run: written beside training, found, loaded, exported."""

@@ -1,4 +1,4 @@
-"""A checkpoint that is written beside training: its files are begun, filled on a lane, and committed behind them."""
+"""Writing a checkpoint beside training: files are begun, filled on a lane, and committed after the last of them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def begun(
     describe: Callable[[Mapping[str, tuple[Block, ...]]], Manifest],
     tidy_up: Callable[[], object],
 ) -> Iterator[tuple[PartOfCheckpoint, Save]]:
-    """What the block writes and submits becomes a checkpoint, behind the block; if it raises, nothing of it stays.
+    """Make a checkpoint of what the block writes and submits. If the block raises, nothing of it stays.
 
-    With several ranks a collective: each writes files of its own into the folder of rank 0.
+    With several ranks this is a collective: each writes files of its own into the folder of rank 0.
 
     Args:
-        engine: Which makes one save at a time: the one before is waited for.
-        target: Its folder.
-        describe: Makes its manifest.
-        tidy_up: Called when it is durable, on the lane.
+        engine: The engine to save. It runs one save at a time, so the previous one is waited for.
+        target: Folder of the checkpoint.
+        describe: Makes the manifest.
+        tidy_up: Called on the lane when the checkpoint is durable.
 
     Raises:
-        DiskError: It cannot be written. Older checkpoints are untouched. Or: the one before could not be written, and
-            nobody was told; this one is on its way then.
+        DiskError: The checkpoint cannot be written; older ones are untouched. Or the previous checkpoint could not be
+            written, which no call has reported yet; the new one is still being saved then.
     """
     saves, world = engine.opened.saves, engine.access.world
     failed = saves.make_room()
@@ -70,7 +70,7 @@ def begun(
 
 
 def refuse_full(unfinished: PartOfCheckpoint, need: int) -> None:
-    """Raises: OSError: So many bytes are not free."""
+    """Raise if ``need`` bytes are not free. Raises: OSError."""
     free = disk_free_bytes(unfinished.path)
     if need > free:
         raise OSError(errno.ENOSPC, f"it takes {format_bytes(need)}, and {format_bytes(free)} are free")

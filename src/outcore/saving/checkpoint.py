@@ -1,9 +1,10 @@
-"""Checkpoints: everything of a run at one step, committed as one folder, written while training goes on.
+"""Checkpoints: the whole state of a run at one step, committed as one folder and written while training goes on.
 
-[Note: checkpoints] ``DIR/step-00001200/`` has a file of tensors for each unit with trained parameters: their weights
-and states as they lie in their homes, each as ``model.<parameter>`` or ``optimizer.<parameter>.<state>``. Buffers and
-small state stand beside them, and ``manifest.json`` ties all together. It does not depend on the plan. Frozen
-parameters are not written: they are what the model is built with, and a sample of each is compared.
+[Note: checkpoints] ``DIR/step-00001200/`` has a file of tensors for each unit with trained parameters. The file holds
+their weights and states as they lie in their homes, as ``model.<parameter>`` and ``optimizer.<parameter>.<state>``.
+Buffers and small state have files of their own, and ``manifest.json`` ties all files together. A checkpoint does not
+depend on the plan. Frozen parameters are not written, because the model is built with them; a sample of each is saved,
+and compared on loading.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from outcore.spec.checkpoint import MANIFEST_NAME, Manifest, PartRecord, TensorR
 
 _BUFFERS, _STATE = "buffers", "state"
 LIBRARY = "library"
-"""Folder in a checkpoint; see ``export_checkpoint``."""
+"""Name of the folder in a checkpoint from which ``export_checkpoint`` builds the model."""
 
 
 def save_checkpoint(
@@ -63,39 +64,40 @@ def save_checkpoint(
     keep: int | None = None,
     wait: bool = False,
 ) -> Save:
-    """Save everything of a run as ``directory/step-<step>``, while training goes on.
+    """Save the whole state of a run as ``directory/step-<step>`` while training goes on.
 
-    Weights, optimizer states, masters, buffers, settings of param groups and the states of random generators, tied
-    together by checksums. It is there as a whole or not at all, whatever ends the process. Gradients are not saved:
-    call it between ``optimizer.step()`` and the next backward. Frozen parameters are not either; a sample of each is.
+    Saved are weights, optimizer states, master weights, buffers, settings of param groups and states of random
+    generators, tied together by checksums. The checkpoint appears as a whole or not at all, however the process ends.
+    Gradients are not saved: call this between ``optimizer.step()`` and the next backward. Frozen parameters are not
+    saved either, except for a sample of each.
 
-    With several ranks a collective: each writes its part, into one folder that all see.
+    With several ranks this is a collective: each rank writes its part into one folder that all ranks see.
 
     Args:
-        model: Prepared.
-        optimizer: Prepared with it.
-        directory: Of the checkpoints of this run; made if missing.
-        step: Of the run. A checkpoint of the same step is replaced.
-        extra: What else must go on: state dicts of schedulers, scalers and loaders. Numbers, strings, tensors and
-            arrays, in dicts, lists and tuples.
-        keep: Remove older checkpoints, so that so many are there; as soon as this one is durable.
-        wait: Return when it is durable.
+        model: The prepared model.
+        optimizer: The optimizer that was prepared with it.
+        directory: Folder for the checkpoints of this run; created if missing.
+        step: Step of the run. A checkpoint of the same step is replaced.
+        extra: Other state that a resumed run needs, such as state dicts of schedulers, scalers and loaders: numbers,
+            strings, tensors and arrays, in dicts, lists and tuples.
+        keep: Number of checkpoints to keep. Older ones are removed as soon as this one is durable.
+        wait: Return only when the checkpoint is durable.
 
     Returns:
-        A handle: ``wait()`` blocks until the checkpoint is durable and raises what went wrong, ``done`` asks. The next
-        ``save_checkpoint`` waits for it too, and the end of the run.
+        A handle. Its ``wait()`` blocks until the checkpoint is durable and raises what went wrong; ``done`` says
+        whether it is over. The next ``save_checkpoint`` and the end of the run wait for it, too.
 
     Raises:
-        ConfigError: An argument that cannot be used.
-        DiskError: There is no room, or nothing can be written. Older checkpoints are untouched. Or: the checkpoint
-            before this one could not be written, and nobody was told; this one is on its way then.
+        ConfigError: An argument cannot be used.
+        DiskError: There is no room, or nothing can be written; older checkpoints are untouched. Or the previous
+            checkpoint could not be written, which no call has reported yet; the new one is still being saved then.
 
-    Memory: host, 16 MiB while it is written, beside all buffers and ``extra`` until it returns.
+    Memory: host, 16 MiB while the checkpoint is written, plus all buffers and ``extra`` until the call returns.
 
-    Order: each unit is copied behind its update, and its next update waits for its own copy only. Whoever looks at
-    weights that live on the device, calls apart, waits for the copy of their unit.
+    Order: each unit is copied after its update, and its next update waits for that copy only. Code other than calls of
+    the unit waits for the copy before it sees weights that live on the device.
     """
-    folder = Path(directory).absolute()  # whoever changes the working directory meanwhile does not move it
+    folder = Path(directory).absolute()  # a later change of the working directory must not move it
     save = _begin_save(engine_of(model, "save_checkpoint"), optimizer, folder, step, extra or {}, keep)
     if wait:
         save.wait()
@@ -161,25 +163,26 @@ def load_checkpoint(
     step: int | None = None,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Take over what ``save_checkpoint`` saved, under whatever plan: weights, states, settings, random generators.
+    """Restore what ``save_checkpoint`` saved, under any plan: weights, states, settings, random generators.
 
-    With several ranks a collective; as many as there are, whatever their number was.
+    With several ranks this is a collective. Their number may differ from that of the run that saved.
 
     Args:
-        model: Prepared; built as in the run that saved.
-        optimizer: Prepared with it, over the same param groups.
-        directory: Of checkpoints, or one of them.
-        step: Which. None: the newest that is as it was saved; of damaged ones it is warned.
-        verify: Read everything first, and compare with the checksums. False: sizes alone.
+        model: The prepared model, built as in the run that saved.
+        optimizer: The optimizer that was prepared with it, over the same param groups.
+        directory: One checkpoint, or a folder of them.
+        step: Step to load. None: the newest checkpoint that is as it was saved; a warning names damaged ones.
+        verify: Read everything first, and compare it with the checksums. False: compare sizes only.
 
     Returns:
-        ``extra`` as it was saved, and ``step``.
+        ``extra`` as it was saved, with ``step`` added.
 
     Raises:
-        ConfigError: None is there or whole, or it is of another model, optimizer or precision. Nothing was changed.
-        DiskError: It can no longer be read. The model is of no use then until another one is loaded.
+        ConfigError: No whole checkpoint is there, or it is of another model, optimizer or precision. Nothing was
+            changed.
+        DiskError: The checkpoint can no longer be read. The model cannot be used until a checkpoint is loaded.
 
-    Memory: host, 16 MiB while it is verified, then 4 MiB, all buffers, and each tensor whose dimensions lie in memory
+    Memory: host, 16 MiB while it is verified; then 4 MiB, all buffers, and each tensor whose dimensions lie in memory
     in another order here.
     """
     engine = engine_of(model, "load_checkpoint")
@@ -196,21 +199,21 @@ def load_checkpoint(
 
 
 class Resumed:
-    """A checkpoint that was found, and checked, to go on from. Nobody removes it until it is taken over."""
+    """A checkpoint that was found and checked, to resume from. It is locked against removal until it is taken over."""
 
     def __init__(self, directory: str | Path, *, step: int | None = None, verify: bool = True) -> None:
-        """As for ``load_checkpoint``. Raises: ConfigError."""
+        """Find it; arguments as for ``load_checkpoint``. Raises: ConfigError."""
         holding = ExitStack()
         self._let_go = weakref.finalize(self, holding.close)
         self._path, self._manifest = holding.enter_context(found(Path(directory), step=step, check=verify))
 
     @property
     def names(self) -> set[str]:
-        """Of its parameters and buffers."""
+        """Names of its parameters and buffers."""
         return {name.removeprefix("model.") for name in self._manifest.tensors if name.startswith("model.")}
 
     def take_over(self, optimizer: StreamedOptimizer) -> dict[str, Any]:
-        """Write everything home. Returns: what ``load_checkpoint`` does.
+        """Write everything home. Returns what ``load_checkpoint`` returns.
 
         Raises:
             ConfigError: It is of another model, optimizer or precision. Nothing was changed.
@@ -250,12 +253,12 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 class _HalfLoadedError(OutcoreError):
-    """Some of the model is of a checkpoint, and some is not."""
+    """Part of the model comes from a checkpoint, and part does not."""
 
 
 @contextmanager
 def _whole_or_refused(engine: Engine, path: Path) -> Iterator[None]:
-    """A load that is cut short leaves a mixture, which nobody may train."""
+    """Refuse the model if a load is cut short: it is a mixture then, which must not be trained."""
     try:
         yield
     except BaseException as error:
@@ -298,7 +301,7 @@ def _refuse_unfit(engine: Engine, step: int, extra: Mapping[str, Any], keep: int
 
 
 def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any:
-    """What becomes the manifest, of the state that training has now."""
+    """Return a function that makes the manifest, for the state that training has now."""
     tensors = {name: record for unit in engine.units for name, record in records(unit)}
     frozen = _frozen_samples(engine)
     everything = engine.model.named_parameters()
@@ -322,7 +325,7 @@ def _wrappings(model: nn.Module) -> dict[str, str]:
 
 
 def _frozen_samples(engine: Engine) -> dict[str, int]:
-    """A checksum of some bytes of each frozen parameter. A collective if they are cut over ranks."""
+    """Checksums of some bytes of each frozen parameter, by name. A collective if they are cut over ranks."""
     everything = ((unit, i, spec) for unit in engine.units for i, spec in enumerate(unit.spec.params))
     frozen = ((unit, i, spec.name) for unit, i, spec in everything if i >= unit.num_trainable)
     return {name: zlib.crc32(engine.access.sample(unit, i)) for unit, i, name in frozen}
@@ -346,7 +349,7 @@ def _write_small(folder: Path, engine: Engine, small: Any) -> None:
 
 
 def _write_library(folder: Path, model: nn.Module) -> None:
-    """What Transformers and peft need to build the model, for ``outcore export``."""
+    """Write what Transformers and peft need to build the model, for ``outcore export``."""
     adapters: Mapping[str, Any] = model.peft_config if is_adapter_model(model) else {}  # type: ignore[assignment]
     base: Any = model.get_base_model() if adapters else model  # type: ignore[operator]
     if not is_pretrained_model(base):
@@ -364,7 +367,7 @@ def _write_library(folder: Path, model: nn.Module) -> None:
 
 
 def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest, frozen: Mapping[str, int]) -> None:
-    """Nothing was changed yet."""
+    """Raise if the checkpoint does not fit this run. Nothing was changed yet."""
     engine = optimizer.engine
     saved = (pair for unit in engine.units for pair in records(unit))
     wanted = dict(as_shown(saved))

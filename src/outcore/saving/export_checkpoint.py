@@ -1,7 +1,7 @@
-"""A checkpoint in other formats: as ``from_pretrained`` reads it, or as ``torch.distributed.checkpoint`` does.
+"""Export of a checkpoint to other formats, for ``from_pretrained`` or ``torch.distributed.checkpoint``.
 
-[Note: exporting] No engine is needed. What a library must know to build the model lies in the checkpoint's folder
-``library``; the model is built from it on the meta device, which gives the names under which its tensors are saved.
+[Note: exporting] No engine is needed. The checkpoint's folder ``library`` has what a library must know to build the
+model. It is built from that on the meta device, which gives the names under which its tensors are saved.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def export_checkpoint(source: Path, directory: Path, form: Format, *, merge: boo
     """Write a checkpoint in another format.
 
     Args:
-        source: What ``save_checkpoint`` wrote: one checkpoint, or a folder of them, of which the newest whole one is
+        source: A checkpoint that ``save_checkpoint`` wrote, or a folder of them, of which the newest whole one is
             taken.
-        directory: Made if missing.
-        form: ``hf``: weights and configuration as ``from_pretrained`` reads them; of a model with adapters, the
-            adapters. ``dcp``: ``model`` and ``optimizer`` by name, as ``torch.distributed.checkpoint`` reads them.
-            Where there are masters they are the weights.
-        merge: Of a model with adapters, its base model with these in it.
+        directory: Created if missing.
+        form: ``hf`` writes weights and configuration as ``from_pretrained`` reads them; for a model with adapters, it
+            writes the adapters. ``dcp`` writes ``model`` and ``optimizer`` by name, as
+            ``torch.distributed.checkpoint`` reads them. Where there are master weights, it writes them as the weights.
+        merge: For a model with adapters, write its base model with the adapters merged in.
 
     Raises:
-        ConfigError: No checkpoint, one that cannot be written so, or a directory that holds something.
+        ConfigError: There is no checkpoint, it cannot be written in this format, or the directory is not empty.
         DiskError: The directory cannot be written.
 
     Memory: host, one tensor at a time, or the group of tensors that become one; with ``merge`` the whole model.
@@ -76,7 +76,7 @@ def _export(saved: _Saved, directory: Path, form: Format, *, merge: bool) -> Non
 
 
 class _Saved:
-    """Tensors of a checkpoint, mapped."""
+    """Tensors of a checkpoint, read from mapped files."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.manifest, self.library = manifest, path / LIBRARY
@@ -85,11 +85,11 @@ class _Saved:
         self.weights = [name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")]
 
     def read(self, name: str) -> torch.Tensor:
-        """A view where it can be one."""
+        """A tensor; a view of the mapped file where possible."""
         return self._shaped(name, self._flat(name))
 
     def _flat(self, name: str) -> torch.Tensor:
-        """As it lay in memory."""
+        """A tensor as it lay in memory (1D)."""
         flats = [self._tensors[part.file](name).reshape(-1) for part in self.manifest.tensors[name].parts]
         return flats[0] if len(flats) == 1 else torch.cat(flats)
 
@@ -99,7 +99,7 @@ class _Saved:
         return flat.view([record.shape[i] for i in order]).permute([order.index(i) for i in range(len(order))])
 
     def weight(self, name: str) -> torch.Tensor:
-        """A parameter or buffer, in the dtype in which it is computed with."""
+        """A parameter or buffer, in the dtype that the model computes with."""
         if f"model.{name}" not in self.manifest.tensors:
             raise ConfigError(
                 f"export: expected '{name}' in the checkpoint, but frozen parameters are not saved; go on from the "
@@ -108,7 +108,7 @@ class _Saved:
         return self.read(f"model.{name}")
 
     def states(self, name: str) -> dict[str, torch.Tensor]:
-        """Optimizer states of a parameter, its master among them."""
+        """Optimizer states of a parameter, its master weights included."""
         prefix = f"optimizer.{name}."
         found = [key for key in self.manifest.tensors if key.startswith(prefix) and "." not in key[len(prefix) :]]
         states = {key.removeprefix(prefix): self.read(key) for key in found}
@@ -119,7 +119,7 @@ class _Saved:
 
 
 def _built(library: Path) -> nn.Module:
-    """On the meta device."""
+    """The model, built on the meta device."""
     refuse_missing("transformers")
     import transformers
 
@@ -138,7 +138,7 @@ def _built(library: Path) -> nn.Module:
 
 
 def _names_of(model: nn.Module, saved: _Saved) -> dict[str, str]:
-    """Every name of a tensor -> the one under which it was saved: tied ones have several."""
+    """Map every name of a tensor to the one under which it was saved. Tied tensors have several names."""
     known = set(saved.weights)
     by_tensor = {id(p.tensor): p.name for p in places(model) if p.name in known}
     return {p.name: by_tensor.get(id(p.tensor), p.name) for p in places(model)}
@@ -212,7 +212,7 @@ def _merged(saved: _Saved, model: Any, adapters: Path) -> Any:
 
 
 def _write_dcp(saved: _Saved, directory: Path) -> None:
-    """One file per tensor: else torch's writer keeps all of them in memory."""
+    """Write one file per tensor: otherwise torch's writer keeps all of them in memory."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -227,11 +227,11 @@ def _write_dcp(saved: _Saved, directory: Path) -> None:
         "optimizer": {"state": states, "param_groups": list(map(_as_trained, saved.manifest.groups))},
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist asks for just that
         save(everything, storage_writer=FileSystemWriter(directory, single_file_per_rank=False), no_dist=True)
 
 
 def _as_trained(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Where nobody chose a kernel, it was the fused one: whoever goes on with the same bits must choose it."""
+    """A param group with the kernel that was used: the fused one if none was chosen. Other kernels give other bits."""
     is_open = group.get("fused", False) is None and not group.get("foreach") and "lr_decay" not in group
     return {**group, "fused": True} if is_open else dict(group)

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds: the newest that is as it was saved, and those that are too many."""
+"""Checkpoints in a folder: finding the newest one that is as it was saved, and removing those that are too many."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
 
 _STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
 _OURS = "step-"
-"""Others are a Trainer's, who rotates them himself."""
+"""Prefix of the names of our checkpoints. Others are a Trainer's, which removes old ones itself."""
 _TRAINER_STATE = "trainer_state.json"
 T = TypeVar("T")
 
 
 def found_in(directory: Path) -> list[tuple[int, Path]]:
-    """Checkpoints in a folder, by step, the newest first. Whether they are whole is another question."""
+    """Steps and paths of the checkpoints in a folder, newest first. They may be damaged."""
     if not directory.is_dir():
         return []
     steps = [(int(match[1]), path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
@@ -34,15 +34,15 @@ def found_in(directory: Path) -> list[tuple[int, Path]]:
 
 @contextmanager
 def found(directory: Path, *, step: int | None = None, check: bool = True) -> Iterator[tuple[Path, Manifest]]:
-    """The newest checkpoint that is as it was saved, or that of a step. Nobody removes it inside the block.
+    """Give the newest checkpoint that is as it was saved, or that of a step. It is not removed inside the block.
 
     Args:
         directory: One checkpoint, or a folder of them.
-        step: Which. None: of damaged ones it is said, and the one before is taken.
-        check: Read everything, and compare with its checksums.
+        step: Step of the checkpoint. None: the newest; a damaged one gives a warning, and the one before is taken.
+        check: Read everything, and compare it with the checksums.
 
     Raises:
-        ConfigError: There is none, or it is damaged.
+        ConfigError: There is no checkpoint, or it is damaged.
     """
     with ExitStack() as holding:
         if (directory / MANIFEST_NAME).is_file() and step is None:
@@ -68,7 +68,7 @@ def refuse_other_tensors(path: Path, manifest: Manifest) -> None:
     """Compare the manifest of a checkpoint with the headers of its files.
 
     Raises:
-        ConfigError: They hold other tensors: whoever wrote both did not mean it.
+        ConfigError: The files hold other tensors than the manifest says.
     """
     files = dict[str, WeightsDirectory]()
     for name, record in manifest.tensors.items():
@@ -102,15 +102,16 @@ def _newest(directory: Path, step: int | None, holding: ExitStack, *, check: boo
 def newest_whole(
     there: Callable[[], list[Path]], read: Callable[[Path], T], holding: ExitStack
 ) -> tuple[Path, T] | None:
-    """The first of some checkpoints that can be read. Of damaged ones it is said, and the next one is taken.
+    """Take the first of some checkpoints that can be read. A damaged one gives a warning, and the next one is tried.
 
     Args:
-        there: They, the newest first; asked again where one was removed meanwhile, behind a newer one.
-        read: Raises ``ConfigError`` if one is damaged.
-        holding: Nobody removes it until this is closed.
+        there: Lists the checkpoints, newest first. Called again if one was removed meanwhile, because a newer one is
+            there then.
+        read: Reads a checkpoint; raises ``ConfigError`` if it is damaged.
+        holding: Holds locks that keep the checkpoint from being removed, until it is closed.
 
     Returns:
-        It, and what was read. None: there are none.
+        The checkpoint, and what was read. None if there are no checkpoints.
 
     Raises:
         ConfigError: All are damaged.
@@ -132,20 +133,20 @@ def newest_whole(
 def prune(
     directory: Path, keep: int, *, newest: int | None = None, of_trainers: bool = False, check: bool = False
 ) -> list[Path]:
-    """Remove all but the newest ``keep`` that are whole, and older ones that are not. What somebody reads stays.
+    """Remove all checkpoints older than the newest ``keep`` whole ones. A checkpoint that is being read stays.
 
     Args:
-        directory: Of checkpoints.
-        keep: How many.
-        newest: Leave those of later steps alone. None: there are none.
-        of_trainers: Those of Trainers too, but for the one that the newest whole one calls the best.
-        check: Take those for whole of which every byte is as it was saved; else their files' sizes are compared.
+        directory: A folder of checkpoints.
+        keep: Number of whole checkpoints to keep.
+        newest: Leave checkpoints of later steps than this alone. None: there are none.
+        of_trainers: Remove checkpoints of Trainers, too, except the one that the newest whole one calls the best.
+        check: Read every byte to find out whether a checkpoint is whole. False: compare sizes of files only.
 
     Returns:
-        What was removed.
+        Folders of the removed checkpoints.
 
     Raises:
-        DiskError: One cannot be removed.
+        DiskError: A checkpoint cannot be removed.
     """
     whole, removed, best = 0, list[Path](), ""
     for step, path in found_in(directory):
@@ -162,7 +163,7 @@ def prune(
 
 
 def _best_of(path: Path, manifest: Manifest) -> str:
-    """The name of the checkpoint that a Trainer's calls the best so far; empty if none."""
+    """Name of the checkpoint that a Trainer's checkpoint calls the best so far; empty if there is none."""
     if _TRAINER_STATE not in manifest.files:
         return ""
     return Path(json.loads(small_file(path / _TRAINER_STATE)).get("best_model_checkpoint") or "").name

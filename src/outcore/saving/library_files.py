@@ -1,11 +1,12 @@
 """Weights and states as a Trainer's checkpoint holds them, written beside training.
 
 [Note: library files] Names, dtypes and shapes are those that ``save_pretrained`` and ``save_states`` write; only the
-order of tensors within a file is another. A file is written front to back, so it begins with what is written at once:
-buffers. Then homes follow, those first whose turn comes first in the next step.
-Bytes that stand in a file as they lie in their home go there piece by piece. What is converted is in memory meanwhile.
-Several ranks have parts of states: each writes files of units, as ``save_checkpoint`` does, and the manifest says where
-each part lies.
+order of tensors within a file differs. A file is written front to back, so it begins with buffers, which are written at
+once. Homes follow: larger items first, and among equal ones, those first that the next step updates first.
+Bytes that are the same in the file as in their home go there piece by piece. A tensor that is converted is in memory as
+a whole meanwhile.
+Several ranks have parts of states. So each writes files of units, as ``save_checkpoint`` does, and the manifest says
+where each part lies.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ from outcore.spec.model import ParamSpec, Part
 _NONE: Mapping[str, str] = {}
 _MASTERS_AT_A_TIME = 2**18
 _MASTERS_OF_ONE_THREAD = 2**14
-"""So few that torch begins no threads of its own for them."""
+"""Masters opened in one call: so few that torch starts no threads of its own."""
 
 
 class _Param(NamedTuple):
-    """A weight or a state, and where it lies."""
+    """A weight or state, and where it lies."""
 
     source: Source
     spec: ParamSpec
     dtype: torch.dtype
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Its value. Args: data: Its bytes."""
+        """The value as a tensor. Args: data: Its bytes."""
         return shaped(self.spec, data.view(self.dtype))
 
 
@@ -70,48 +71,48 @@ class _Item(NamedTuple):
 
     specs: list[TensorSpec]
     params: list[_Param]
-    """Of which they are made. None: of buffers, too."""
+    """Weights or states that they are made from. Empty if buffers are among the sources."""
     convert: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]] | None
-    """Makes them. None: there is one, and its bytes stand in the file as they lie in its home."""
+    """Makes the tensors. None: there is one tensor, with the same bytes in the file as in its home."""
     read: Callable[[], Iterable[torch.Tensor]] | None = None
-    """Makes them at once, of buffers."""
+    """Makes the tensors at once, if buffers are among the sources."""
     fill: Callable[[Sequence[Read], int, int, torch.Tensor], None] | None = None
-    """Makes the bytes [start, stop) of the one that there is."""
+    """Makes the bytes [start, stop) of the only tensor."""
 
 
 class _Layout(NamedTuple):
     """Files to be written."""
 
     items: list[_Item]
-    """In the order of their bytes."""
+    """Items in the order of their bytes."""
     files: list[LaidOut]
     index_file: tuple[str, bytes] | None
-    """Name and text; None: there is one file."""
+    """Name and text of the index; None if there is one file."""
 
 
 class LibraryFiles:
-    """Of one checkpoint that is being written."""
+    """Weights and states of one checkpoint that is being written."""
 
     def __init__(self, engine: Engine, unfinished: PartOfCheckpoint, save: Save) -> None:
-        """Nothing of it is there. What the user changed in parameters is taken over."""
+        """Take over the user's edits of parameters. Nothing is written yet."""
         self._engine, self._unfinished, self._save = engine, unfinished, save
         self.described: dict[str, Any] = {}
-        """Fields of the manifest, if states are in files of units."""
+        """Fields for the manifest, if states are in files of units."""
         for unit in engine.units:
             take_edits(unit, engine.access)
 
     def weights(self, small: Path) -> None:
         """Have the files of ``save_pretrained`` written. Adapters that peft converts are read and written at once.
 
-        With several ranks by one of them. Where weights are cut over ranks they are read and written at once, and all
-        call ``save_model``, this one here.
+        With several ranks, one rank calls this. Where weights are cut over ranks, they are read and written at once:
+        this rank calls ``save_model`` here, and the other ranks must call it, too.
 
         Args:
-            small: A new folder, for what the library writes by itself.
+            small: A new folder, for the files that the library writes itself.
 
         Raises:
-            OSError: The system's.
-            ConfigError, UnsupportedError: As ``save_pretrained``.
+            OSError: The system reported an error.
+            ConfigError, UnsupportedError: As for ``save_pretrained``.
         """
         model = self._engine.model
         if self._engine.has_cut_weights:
@@ -139,11 +140,11 @@ class LibraryFiles:
             self._submit(layout)
 
     def states(self, optimizer: StreamedOptimizer, *, step: int) -> None:
-        """Have the files of ``save_states`` written, with several ranks this one's files of units.
+        """Have the files of ``save_states`` written; with several ranks, this rank's files of units.
 
         Raises:
-            OSError: The system's.
-            UnsupportedError: As ``save_states``.
+            OSError: The system reported an error.
+            UnsupportedError: As for ``save_states``.
         """
         if self._engine.access.world is not None:
             tensors = (pair for unit in self._engine.units for pair in records(unit) if _is_needed(unit, pair[0]))
@@ -193,7 +194,7 @@ class LibraryFiles:
 
     def _submit(self, layout: _Layout) -> None:
         items, laid_out, index = layout
-        refuse_full(self._unfinished, sum(file.nbytes for file in laid_out))  # what was begun before is reserved
+        refuse_full(self._unfinished, sum(file.nbytes for file in laid_out))  # files begun before are reserved
         files: dict[str, CheckpointFile] = {}
         for laid in laid_out:
             file = self._unfinished.create(laid.name, laid.nbytes)
@@ -206,7 +207,7 @@ class LibraryFiles:
             self._write(list(run), files)
 
     def _write(self, run: list[_Item], files: Mapping[str, CheckpointFile]) -> None:
-        """Args: run: One, or several whose bytes go from one home to one file."""
+        """Submit items. Args: run: One item, or several whose bytes go from one home to one file."""
         item, saves = run[0], self._engine.opened.saves
         params, convert = item.params, item.convert
         if item.read is not None:
@@ -230,7 +231,7 @@ class LibraryFiles:
 
 
 def _sections(unit: Unit) -> list[Section]:
-    """Of its states, what a rank writes. Compact masters are read with the weights that they belong to."""
+    """The states of a unit that a rank writes; with compact masters its weights, too, which their readers need."""
     return sections(unit) if CODES in unit.ledger.state_specs else state_sections(unit)
 
 
@@ -248,7 +249,7 @@ def _param(unit: Unit, home: Any, spec: ParamSpec, part: Part, start: int) -> _P
 
 
 def _compact(unit: Unit, index: int, lower: _Param) -> list[_Param]:
-    """What a compact master is made of, as it lies in memory."""
+    """The parts of a compact master, as they lie in memory: weight, lower halves and codes."""
     codes = unit.ledger.state_specs[CODES]
     row = codes.described(unit.spec.params[index], index)
     return [_weight(unit, index), lower, _param(unit, unit.ledger.states, row, codes.parts[index], codes.start)]
@@ -259,7 +260,7 @@ def _master(spec: ParamSpec, stored: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def _fill_masters(numel: int, reads: Sequence[Read], start: int, stop: int, to: torch.Tensor) -> None:
-    """The bytes [start, stop) of so many masters, of whole rows at a time."""
+    """Write the bytes [start, stop) of ``numel`` fp32 masters to ``to``; whole rows are opened at a time."""
     size, row = 4 * _MASTERS_AT_A_TIME, 4 * ROW_NUMEL
     for begin in range(start // size * size, stop, size):
         a, b = max(begin, start), min(begin + size, stop)
@@ -275,14 +276,14 @@ def _fill_masters(numel: int, reads: Sequence[Read], start: int, stop: int, to: 
 
 
 def _way(item: _Item, files: Mapping[str, CheckpointFile]) -> tuple[int, ...]:
-    """What can be written at a time has the same."""
+    """A key that is equal for items that can be written in one operation."""
     if item.read is None and item.convert is None:
         return id(item.params[0].source.home), id(files[item.specs[0][0]])
     return (id(item),)
 
 
 def _joined(sources: Iterable[Source]) -> list[tuple[int, int]]:
-    """Their bytes, as few spans."""
+    """The bytes of some sources, joined into as few spans as possible."""
     spans: list[tuple[int, int]] = []
     for _, _, start, stop in sources:
         if spans and spans[-1][1] == start:

@@ -1,4 +1,4 @@
-"""A checkpoint that several ranks write: each its own files, in a folder that rank 0 begins and commits."""
+"""A checkpoint that several ranks write. Each writes its own files, in a folder that rank 0 creates and commits."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _CALL = "save_checkpoint"
 
 
 class SharedCheckpoint:
-    """Of one rank. What fails on one rank fails on all."""
+    """One rank's side of the checkpoint. A failure on one rank fails the save on all."""
 
     def __init__(self, world: World, target: Path) -> None:
-        """Rank 0 makes the folder. A collective.
+        """Have rank 0 create the folder. A collective.
 
         Raises:
-            DiskError: It cannot be made, or is not there on this rank.
+            DiskError: The folder cannot be created, or this rank does not see it.
             OutcoreError: Another rank raised.
         """
         self._world = world
         self._files: list[Files] = []
-        """Of the other ranks."""
+        """Files of the other ranks."""
         self._is_written = False
-        """On all ranks."""
+        """Whether all ranks have written their files."""
         whole: UnfinishedCheckpoint | None = None
         with self.agreed():
             if world.rank == 0:
@@ -58,7 +58,7 @@ class SharedCheckpoint:
 
     @property
     def unfinished(self) -> PartOfCheckpoint:
-        """Where this rank puts its files."""
+        """The checkpoint, or part of it, in which this rank creates its files."""
         found = self._whole or self._part
         if found is None:
             raise AssertionError("a rank without a part of a checkpoint")
@@ -66,9 +66,9 @@ class SharedCheckpoint:
 
     @contextmanager
     def agreed(self, save: Save | None = None) -> Iterator[None]:
-        """All ranks leave the block, or all raise. A collective, from the caller's thread.
+        """Let all ranks leave the block, or all raise. A collective, from the caller's thread.
 
-        Args: save: Ended on its lane, it lets the block fail for no reason of its own.
+        Args: save: If it failed on its lane, errors of the block only follow from that, and its own error is raised.
         """
         with agreed(self._world, _CALL):
             try:
@@ -79,7 +79,7 @@ class SharedCheckpoint:
                 raise save.error from error
 
     def meet(self, save: Save) -> None:
-        """All ranks have written, or all fail. A collective, on the lane that saves."""
+        """Wait until all ranks have written; raise if another one failed. A collective, on the save lane."""
         files: Files = {}
         error = save.error
         try:
@@ -95,7 +95,7 @@ class SharedCheckpoint:
             refuse_failed([text for text, _ in said], _CALL, None)
 
     def commit(self, describe: Callable[[Files], Manifest]) -> None:
-        """Rank 0 commits; the others hear of it. A collective, on the lane that saves."""
+        """Commit on rank 0, and tell the others. A collective, on the save lane."""
         error: Exception | None = None
         try:
             if self._whole is not None:
@@ -103,27 +103,27 @@ class SharedCheckpoint:
         except Exception as caught:
             error = caught
         said = self._world.all_have_saved(None if error is None else str(error))
-        refuse_failed(said[:1], _CALL, error)  # what the others have written is durable, whatever happened since
+        refuse_failed(said[:1], _CALL, error)  # errors of other ranks no longer count: what they wrote is durable
 
     def miss(self, save: Save) -> None:
-        """This rank gave the save up behind ``meet``, and does not commit; the others, in ``commit``, hear of it."""
+        """Tell the other ranks, which are in ``commit``, that this one gave the save up after ``meet``."""
         if self._is_written:
             self._world.all_have_saved(str(save.error))
 
     def first(self, tidy_up: Callable[[], object]) -> None:
-        """Rank 0 tidies up."""
+        """Tidy up, on rank 0 only."""
         if self._whole is not None:
             tidy_up()
 
 
 def all_random_states(engine: Engine) -> list[dict[str, Any]]:
-    """Of the generators of all ranks. With several a collective."""
+    """States of the random generators, by rank. A collective if there are several ranks."""
     mine, world = random_states(engine.device), engine.access.world
     return [mine] if world is None else world.all_of(mine)
 
 
 def restore_random_states_of(saved: Sequence[Mapping[str, Any]], engine: Engine, call: str) -> None:
-    """Those of this rank, if as many ranks saved them. Args: saved: By rank. call: For the warning."""
+    """Restore this rank's states, if as many ranks saved them. Args: saved: By rank. call: Named in the warning."""
     mine = of_this_rank(saved, engine)
     if mine is not None:
         restore_random_states(mine, engine.device)
@@ -136,13 +136,13 @@ def restore_random_states_of(saved: Sequence[Mapping[str, Any]], engine: Engine,
 
 
 def of_this_rank(saved: Sequence[T], engine: Engine) -> T | None:
-    """What it has saved, if as many ranks saved as there are. Args: saved: By rank."""
+    """What this rank saved; None if another number of ranks saved. Args: saved: By rank."""
     world = engine.access.world
     return None if len(saved) != engine.num_ranks else saved[0 if world is None else world.rank]
 
 
 def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
-    """Persistent ones, each once under its first name."""
+    """Persistent buffers, each once under its first name."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for place in places(engine.model):
         if place.is_buffer and place.is_persistent:
@@ -151,7 +151,7 @@ def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def odd_buffers(engine: Engine) -> list[dict[str, torch.Tensor]]:
-    """By rank, those that are not the same on all of them. With several a collective."""
+    """By rank, its values of the buffers that differ between ranks. A collective if there are several ranks."""
     world = engine.access.world
     if world is None:
         return [{}]
@@ -164,7 +164,7 @@ def odd_buffers(engine: Engine) -> list[dict[str, torch.Tensor]]:
 
 @torch.no_grad()
 def restore_odd_buffers(saved: Sequence[Mapping[str, torch.Tensor]], engine: Engine) -> None:
-    """Of this rank, if as many ranks saved them. Args: saved: By rank."""
+    """Restore this rank's values of such buffers, if as many ranks saved them. Args: saved: By rank."""
     buffers = buffers_of(engine)
     for name, value in (of_this_rank(saved, engine) or {}).items():
         buffers[name].copy_(value)

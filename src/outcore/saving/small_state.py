@@ -1,7 +1,7 @@
 """Small state that goes with a checkpoint, as JSON and tensors: schedulers, loaders, scalers, random generators.
 
-[Note: small state] JSON knows neither tuples nor keys that are no strings, and no tensors. They stand as objects with
-one key that begins with ``$``; tensors are in a file of safetensors beside the JSON.
+[Note: small state] JSON has no tuples, no tensors, and no keys other than strings. These are written as objects with
+one key that begins with ``$``. Values of tensors are in a safetensors file beside the JSON.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _OF_ITEMS: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "extra") -> Any:
-    """As JSON holds it.
+    """Turn a value into one that JSON can hold.
 
     Args:
-        value: Of dicts, lists, tuples, numbers, strings, tensors and arrays.
-        tensors: Filled with copies of its tensors, by name.
-        where: Its name, for errors.
+        value: Nested dicts, lists and tuples of numbers, strings, tensors and arrays.
+        tensors: Filled with copies of the tensors in the value, by name.
+        where: Name of the value, for errors.
 
     Raises:
-        ConfigError: Anything else in it.
+        ConfigError: The value contains something else.
     """
     if type(value) in _SCALARS:
         return value
@@ -76,7 +76,7 @@ def _as_tensor(value: Any, where: str) -> tuple[str, torch.Tensor]:
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """What ``encode`` was given. Args: tensor: Reads one by its name."""
+    """Give back what ``encode`` was given. Args: tensor: Reads a tensor by its name."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -93,8 +93,8 @@ def write_small(folder: Path, stem: str, value: Any) -> None:
     """Write a value into new files of a checkpoint's folder: ``stem.json``, and its tensors beside it.
 
     Raises:
-        ConfigError: Something in it is neither; nothing was written.
-        OSError: The system's.
+        ConfigError: The value contains something that ``encode`` does not take; nothing was written.
+        OSError: The system reported an error.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(encode(value, tensors, stem))
@@ -105,17 +105,17 @@ def write_small(folder: Path, stem: str, value: Any) -> None:
 
 
 def read_small(folder: Path, stem: str) -> Any:
-    """What ``write_small`` was given.
+    """Read back what ``write_small`` was given.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: A file cannot be read.
     """
     value = json.loads(small_file(folder / f"{stem}.json"))
     return decode(value, lambda name: WeightsDirectory.open(folder, stem).read(name))
 
 
 def random_states(device: Device) -> dict[str, Any]:
-    """Of torch's default generators, Python's and numpy's global ones."""
+    """States of torch's default generators, and of the global ones of Python and numpy."""
     return {
         "torch": device.rng_state(),
         "python": random.getstate(),
@@ -124,7 +124,7 @@ def random_states(device: Device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: Device) -> None:
-    """Undo what was drawn since. A generator of another kind of device stays as it is."""
+    """Set the generators to saved states. A generator of a device that the states do not fit stays as it is."""
     mine, saved = device.rng_state(), states["torch"]
     if isinstance(mine, tuple):
         host = saved[0] if isinstance(saved, tuple) else saved

@@ -1,10 +1,10 @@
 """The training state of a prepared model, to and from a directory: optimizer states by name, and weights alone.
 
 [Note: training state] ``optimizer.safetensors`` (or its shards) holds every state of every trained parameter as
-``<parameter>.<state>``, master weights included where weights have another dtype, and in its header's metadata
-(``training_state``) the steps of each parameter and the settings of each param group. It does not depend on the plan:
-what was saved from disk loads onto the device. Weights stand beside it, as ``save_pretrained`` writes them. Several
-ranks write files of units and a manifest instead.
+``<parameter>.<state>``. Master weights are among them where weights have another dtype. The metadata in its header
+(``training_state``) has the steps of each parameter and the settings of each param group. The file does not depend on
+the plan: states that were saved from disk load onto the device. Weights lie beside it, as ``save_pretrained`` writes
+them. Several ranks write files of units and a manifest instead.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from outcore.saving.weights.state_names import places
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
 
 STATES = "optimizer"
-"""Stem of the files."""
+"""Stem of the names of the files."""
 _KEY = "training_state"
 
 
 def has_states(directory: str | Path) -> bool:
-    """Whether ``save_states`` wrote there, or several ranks did."""
+    """Whether a directory has states, of ``save_states`` or of several ranks."""
     return WeightsDirectory.is_there(directory, STATES) or _manifest(directory) is not None
 
 
 def _manifest(directory: str | Path) -> Manifest | None:
-    """Of a Trainer's checkpoint whose states are in files of units."""
+    """The manifest of a Trainer's checkpoint whose states are in files of units; None for any other directory."""
     if not Path(directory, MANIFEST_NAME).is_file():
         return None
     manifest = read_manifest(Path(directory), check=False)
@@ -56,16 +56,16 @@ def _manifest(directory: str | Path) -> Manifest | None:
 
 
 def save_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
-    """Write optimizer states, steps and the settings of param groups. Updates that are under way are waited for.
+    """Write optimizer states, steps and settings of param groups. Waits for updates that are under way.
 
-    With several ranks a collective; rank 0 writes.
+    With several ranks this is a collective; rank 0 writes.
 
     Args:
-        optimizer: Prepared.
-        directory: Made if missing; an older save there is replaced when the new one is complete.
+        optimizer: The prepared optimizer.
+        directory: Created if missing; an older save there is replaced when the new one is complete.
 
     Raises:
-        UnsupportedError: A setting of a param group that JSON cannot hold.
+        UnsupportedError: JSON cannot hold a setting of a param group.
         DiskError: The directory cannot be written.
 
     Memory: host, one tensor at a time.
@@ -82,13 +82,13 @@ def save_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
 
 
 def described_states(optimizer: StreamedOptimizer, *, step: int | None = None) -> dict[str, str]:
-    """Metadata of the files. Args: step: Of the whole run, for ``step_of_states``. Raises: As ``save_states``."""
+    """Metadata of the files. Args: step: Step of the whole run, for ``step_of_states``. Raises: As ``save_states``."""
     described = plain_settings(optimizer)
     return {_KEY: json.dumps(described if step is None else {**described, "step": step})}
 
 
 def plain_settings(optimizer: StreamedOptimizer) -> dict[str, Any]:
-    """What stands beside the states. Raises: UnsupportedError: A setting of a param group that JSON cannot hold."""
+    """Steps and settings of param groups. Raises: UnsupportedError: JSON cannot hold a setting of a param group."""
     return {
         "steps": {name: unit.steps[i] for name, (unit, i) in trained_params(optimizer)},
         "groups": [{k: plain_setting(k, v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
@@ -96,7 +96,7 @@ def plain_settings(optimizer: StreamedOptimizer) -> dict[str, Any]:
 
 
 def step_of_states(directory: str | Path) -> int | None:
-    """Of the whole run; None where the files do not say it."""
+    """Step of the whole run, as the files give it; None if they do not."""
     manifest = _manifest(directory)
     if manifest is not None:
         return manifest.step
@@ -105,10 +105,10 @@ def step_of_states(directory: str | Path) -> int | None:
 
 
 def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
-    """Read what ``save_states`` wrote; it may have been saved under another plan. Settings of groups are taken over.
+    """Load what ``save_states`` wrote, under any plan, and take over the settings of param groups.
 
     Raises:
-        ConfigError: Nothing there, or saved for another model, optimizer or precision; nothing has been changed.
+        ConfigError: There are no states, or those of another model, optimizer or precision. Nothing has been changed.
         DiskError: The files cannot be read.
 
     Memory: host, one tensor at a time.
@@ -145,16 +145,16 @@ def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, directory: str | Path) -> None:
-    """Replace the weights of a prepared model by a checkpoint's; of a model with adapters, the adapters alone.
+    """Replace the weights of a prepared model by a checkpoint's. In a model with adapters, replace the adapters only.
 
-    Masters follow, optimizer states stay.
+    Master weights follow the weights; other optimizer states stay as they are.
 
     Args:
-        model: Prepared.
-        directory: As ``save_pretrained`` writes it.
+        model: The prepared model.
+        directory: A checkpoint as ``save_pretrained`` writes it.
 
     Raises:
-        ConfigError: Not a prepared model, or a checkpoint of another one; nothing has been changed.
+        ConfigError: The model is not prepared, or the checkpoint is of another one. Nothing has been changed.
 
     Memory: host, one tensor at a time; all adapters.
     """
@@ -184,11 +184,11 @@ def _load_adapters(model: nn.Module, directory: str | Path) -> None:
 
 
 def check_adapters(model: nn.Module, directory: str | Path) -> None:
-    """Refuse a folder from which the adapters of a model cannot be had whole. Reads their configuration.
+    """Refuse a folder from which the adapters of a model cannot be loaded whole. Reads their configuration.
 
     Raises:
-        ConfigError: An adapter is not there.
-        UnsupportedError: One of a kind that peft does not save whole.
+        ConfigError: An adapter is missing.
+        UnsupportedError: peft does not save this kind of adapter whole.
     """
     from peft import PeftConfig
 
@@ -217,7 +217,7 @@ def _adapters(model: nn.Module) -> Mapping[str, Any]:
 
 
 def _adapter_folder(directory: str | Path, name: str) -> Path:
-    """Where peft saves an adapter: one that is named otherwise than ``default`` has a folder of its own."""
+    """Folder where peft saves an adapter: one with another name than ``default`` has a folder of its own."""
     return Path(directory) / ("" if name == "default" else name)
 
 
@@ -226,7 +226,7 @@ def _has_adapter(folder: Path) -> bool:
 
 
 def trained_params(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Unit, int]]]:
-    """Every parameter with states, by name, in the order of the groups."""
+    """Yield every trained parameter by name, in the order of the param groups."""
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         unit, i = optimizer.engine.places[id(param)]
         if i < unit.num_trainable:
@@ -280,7 +280,7 @@ def _shown(spec: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
 
 
 def plain_setting(name: str, value: Any) -> Any:
-    """A setting as JSON holds it exactly: Python writes a float with as many digits as it needs."""
+    """A setting in a form that JSON holds exactly: Python writes floats with as many digits as they need."""
     value = value.tolist() if isinstance(value, torch.Tensor) else value
     value = [plain_setting(name, v) for v in value] if isinstance(value, list | tuple) else value
     if not isinstance(value, str | int | float | bool | list | None):
@@ -292,7 +292,7 @@ def plain_setting(name: str, value: Any) -> Any:
 
 
 def like_setting(mine: Any, saved: Any) -> Any:
-    """A setting as the group has it: JSON knows no tuples, and no tensors."""
+    """A saved setting in the type that the group uses: JSON has no tuples and no tensors."""
     if isinstance(mine, torch.Tensor):
         return torch.as_tensor(saved, dtype=mine.dtype, device=mine.device)
     return tuple(saved) if isinstance(saved, list) else saved

@@ -1,8 +1,8 @@
-"""The file of one unit in a checkpoint: which bytes of its homes are in it, and under which names.
+"""The file of one unit in a checkpoint: which bytes of its homes it holds, and under which names.
 
-[Note: files of units] Weights and states are written as they lie in their homes, from 4 KiB on, so that a home goes to
-the file in large pieces and nobody has to take it apart. What lies between tensors stands there as padding, since files
-of tensors may have no holes.
+[Note: files of units] Weights and states are written as they lie in their homes, behind a header that ends at a
+multiple of 4 KiB. So a home goes to the file in large pieces and need not be taken apart. Bytes between tensors are
+written as tensors of padding, since files of tensors may have no holes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Section(NamedTuple):
     start: int
     stop: int
     entries: list[tuple[str, ParamSpec, Part, int]]
-    """Name, parameter, part and its first byte in the home."""
+    """Of each tensor: name, parameter, part, and first byte in the home."""
 
 
 def sections(unit: Unit) -> list[Section]:
-    """What is saved of a unit, in the order of its file."""
+    """What is saved of a unit, in the order of the unit's file."""
     spec, cut = unit.spec, unit.ledger.cut
     first = cut.updated[0]
     weights = [
@@ -59,7 +59,7 @@ def sections(unit: Unit) -> list[Section]:
 
 
 def state_sections(unit: Unit) -> list[Section]:
-    """The same without weights."""
+    """What is saved of a unit besides its weights."""
     spec, ledger = unit.spec, unit.ledger
     states = [
         (f"optimizer.{p.name}.{state.name}", _here(spec, state.described(p, i), part), part, state.start + part.offset)
@@ -75,14 +75,14 @@ def state_sections(unit: Unit) -> list[Section]:
 
 
 def _here(spec: UnitSpec, param: ParamSpec, part: Part) -> ParamSpec:
-    """Of several ranks each saves a flat part."""
+    """A parameter as this rank saves it: with several ranks, each saves a flat part."""
     return param if spec.num_ranks == 1 else replace(param, shape=(part.numel,), strides=None)
 
 
 def tensors_in(section: Section) -> Iterator[TensorSpec]:
-    """Its tensors and what lies between them: files of tensors may have no holes."""
+    """Yield a section's tensors and, as padding, what lies between them: files of tensors may have no holes."""
     at = section.start
-    in_order = sorted(section.entries, key=lambda entry: (entry[-1], entry[-2].numel))  # one without elements is first
+    in_order = sorted(section.entries, key=lambda entry: (entry[-1], entry[-2].numel))  # empty ones come first
     for name, param, part, offset in in_order:
         if offset > at:
             yield f"padding before {name}", torch.uint8, (offset - at,)
@@ -94,23 +94,23 @@ def tensors_in(section: Section) -> Iterator[TensorSpec]:
 
 
 def _stored_shape(param: ParamSpec) -> tuple[int, ...]:
-    """As it lies in memory."""
+    """Shape with the dimensions in their order in memory."""
     return param.shape if param.strides is None else tuple(param.shape[i] for i in param.order)
 
 
 def file_name(unit: Unit, rank: int) -> str:
-    """Of what a rank saves of it."""
+    """Name of the file with what a rank saves of a unit."""
     shard = f"-{rank:03d}" if unit.spec.num_ranks > 1 else ""
     return f"unit-{unit.ledger.index:05d}{shard}.safetensors"
 
 
 def is_state(name: str) -> bool:
-    """Whether a tensor of a manifest is an optimizer's. Args: name: Its name there."""
+    """Whether a tensor of a manifest is an optimizer state. Args: name: Its name in the manifest."""
     return name.startswith(_OPTIMIZER)
 
 
 def records(unit: Unit) -> Iterator[tuple[str, TensorRecord]]:
-    """What the manifest says of its tensors, whichever rank saves them."""
+    """Yield what the manifest says of a unit's tensors, whichever rank saves them."""
     spec = unit.spec
     for i, param in enumerate(spec.params[: unit.num_trainable]):
         owned = [spec.owned(rank)[i] for rank in range(spec.num_ranks)]
@@ -122,7 +122,7 @@ def records(unit: Unit) -> Iterator[tuple[str, TensorRecord]]:
 
 
 def _record(unit: Unit, form: ParamSpec, dtype: str, owned: Sequence[tuple[int, int]]) -> TensorRecord:
-    """Args: owned: First element, and how many, by rank."""
+    """Args: owned: By rank, its first element and the number of its elements."""
     parts = [
         PartRecord(file_name(unit, rank), first, first + numel)
         for rank, (first, numel) in enumerate(owned)
@@ -132,7 +132,7 @@ def _record(unit: Unit, form: ParamSpec, dtype: str, owned: Sequence[tuple[int, 
 
 
 def as_shown(records: Iterable[tuple[str, TensorRecord]]) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-    """Dtypes and shapes by name. A compact master is shown as fp32: it can be either on resume."""
+    """Yield dtypes and shapes by name. A compact master is shown as fp32: a later run may store it either way."""
     for name, record in records:
         if not name.endswith(f".{CODES}"):
             is_compact = name.endswith(".master") and record.dtype == "int16"
@@ -142,9 +142,9 @@ def as_shown(records: Iterable[tuple[str, TensorRecord]]) -> Iterator[tuple[str,
 def write_units(
     engine: Engine, unfinished: PartOfCheckpoint, save: Save, sections_of: Callable[[Unit], list[Section]]
 ) -> None:
-    """Let every unit be written, each behind its update. Args: sections_of: What of it."""
+    """Have every unit written, each after its update. Args: sections_of: Sections of a unit to write."""
     files: list[tuple[Unit, list[Section], CheckpointFile, bytes]] = []
-    for unit in engine.weights.units_to_update():  # whose turn comes first in the next step
+    for unit in engine.weights.units_to_update():  # first the units that the next step updates first
         found = sections_of(unit)
         if found:
             specs = [spec for section in found for spec in tensors_in(section)]
@@ -160,7 +160,7 @@ def write_units(
 
 
 def load_param(access: Access, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
-    """Replace a parameter and its states by what was saved."""
+    """Replace a parameter and its states by the saved ones."""
     spec = unit.spec.params[index]
     name = f"model.{spec.name}"
     access.replace_weight(unit, index, _bytes_in_order(path, manifest, name, spec))
@@ -168,7 +168,7 @@ def load_param(access: Access, unit: Unit, index: int, path: Path, manifest: Man
 
 
 def load_states_of(access: Access, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
-    """Replace its states alone."""
+    """Replace the states of a parameter by the saved ones, but not its weight."""
     spec = unit.spec.params[index]
     is_so = _is_stored_so(manifest, unit, index)
     if not is_so:
@@ -182,17 +182,17 @@ def load_states_of(access: Access, unit: Unit, index: int, path: Path, manifest:
 
 
 def _is_stored_so(manifest: Manifest, unit: Unit, index: int) -> bool:
-    """Whether the bytes of a master are there as they are here."""
+    """Whether a master is stored in the checkpoint in the same form as here."""
     spec = unit.spec.params[index]
     is_compact = f"optimizer.{spec.name}.{CODES}" in manifest.tensors
     if not is_compact:
         return not unit.views.is_compact[index]
-    order = manifest.tensors[f"optimizer.{spec.name}.master"].order  # rows go through elements as they lie in memory
+    order = manifest.tensors[f"optimizer.{spec.name}.master"].order  # rows follow the order of elements in memory
     return unit.views.is_compact[index] and order == (None if spec.strides is None else spec.order)
 
 
 def _master(path: Path, manifest: Manifest, name: str) -> torch.Tensor:
-    """As fp32, in the parameter's shape."""
+    """A saved master as fp32, in the parameter's shape."""
     weight, lower, codes = (f"model.{name}", f"optimizer.{name}.master", f"optimizer.{name}.{CODES}")
     found = _flat(path, manifest, lower)
     if codes in manifest.tensors:
@@ -201,7 +201,7 @@ def _master(path: Path, manifest: Manifest, name: str) -> torch.Tensor:
 
 
 def _flat(path: Path, manifest: Manifest, name: str) -> torch.Tensor:
-    """A tensor as it lay in memory."""
+    """A saved tensor as it lay in memory (1D)."""
     files = (WeightsDirectory.open(path, p.file.removesuffix(".safetensors")) for p in manifest.tensors[name].parts)
     return torch.cat([file.read(name).reshape(-1) for file in files])
 
@@ -212,7 +212,7 @@ def _logical(flat: torch.Tensor, record: TensorRecord) -> torch.Tensor:
 
 
 def _bytes_in_order(path: Path, manifest: Manifest, name: str, spec: ParamSpec) -> Iterator[torch.Tensor]:
-    """A tensor's bytes as the parameter lies in memory here."""
+    """Yield a saved tensor's bytes in the order in which the parameter lies in memory here."""
     record = manifest.tensors[name]
     mine = None if spec.strides is None else spec.order
     if mine == record.order:

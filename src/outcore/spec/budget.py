@@ -1,4 +1,4 @@
-"""What a run may take on each tier: as the user says it, and as it was found on the machine."""
+"""Limits on what a run may take on each tier: as the user gives them, and with defaults resolved on the machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, init=False)
 class Budget:
-    """The most that a run may take on each tier. None on device and host means: what is free when the run starts."""
+    """The most that a run may take on each tier. None for device or host means what is free when the run starts."""
 
     device: int | None
     """Bytes of device memory, activations included."""
     host: int | None
     """Bytes of host memory."""
     disk: tuple[str, ...] | None
-    """Folders of the disk tier; None: there is no disk tier."""
+    """Folders of the disk tier; None: no disk tier."""
     disk_bytes: int | None
-    """Bytes over all folders together; None: what is free there."""
+    """Bytes in all folders together; None: what is free there."""
 
     def __init__(
         self,
@@ -33,16 +33,17 @@ class Budget:
         disk: PathLike | Iterable[PathLike] | None = None,
         disk_bytes: int | str | None = None,
     ) -> None:
-        """Read sizes and folders. Looks at no file.
+        """Read sizes and folders. No file is opened.
 
         Args:
             device: Bytes, or a string such as ``"20GiB"``.
             host: The same for host memory.
             disk: A folder, several folders (they are striped), or None for no disk tier.
-            disk_bytes: Bytes on disk, all folders together.
+            disk_bytes: Bytes on disk, in all folders together.
 
         Raises:
-            ConfigError: A size that cannot be read, no folder, a folder named twice, ``disk_bytes`` without ``disk``.
+            ConfigError: A size cannot be read, the list of folders is empty, a folder is named twice, or ``disk_bytes``
+                is given without ``disk``.
         """
         paths = None if disk is None else _paths(disk)
         if paths is None and disk_bytes is not None:
@@ -62,12 +63,12 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """A budget with every default resolved: what a plan must keep to."""
+    """A budget with every default resolved: the limits of a plan."""
 
     device_bytes: int
     host_bytes: int
     disk_bytes: int | None
-    """None: there is no disk tier."""
+    """None: no disk tier."""
 
 
 def _size(value: int | str | None, what: str) -> int | None:

@@ -1,8 +1,8 @@
-"""What a checkpoint holds, as data: its files with checksums, its tensors and where their parts lie.
+"""Contents of a checkpoint as data: its files with checksums, its tensors and the places of their parts.
 
-[Note: manifest] ``manifest.json`` ties everything together that was saved at one step. It is written in one way only
-and carries a checksum of itself, so that a reader notices every changed byte. A tensor may be cut into flat parts that
-lie in several files: one for each rank that saved a part of it.
+[Note: manifest] ``manifest.json`` ties together all that was saved at one step. Its text is canonical and carries a
+checksum of itself, so that a reader notices every changed byte. A tensor may be cut into flat parts in several files,
+one for each rank that saved a part of it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any, NamedTuple, Self
 
 MANIFEST_NAME = "manifest.json"
 BLOCK_BYTES = 4 * 2**20
-"""The most bytes that one checksum covers."""
+"""Most bytes that one checksum covers."""
 _FORMAT = "outcore checkpoint 1"
 
 
 class Block(NamedTuple):
-    """Bytes of a file that one checksum covers; blocks follow one another."""
+    """Bytes of a file that one checksum covers. The blocks of a file follow one another."""
 
     nbytes: int
     crc32: int
 
 
 class PartRecord(NamedTuple):
-    """The elements [start, stop) of a tensor, flat in the order of memory, under its name in a file."""
+    """The elements [start, stop) of a tensor in memory order, stored flat in a file under the tensor's name."""
 
     file: str
     start: int
@@ -44,45 +44,45 @@ class TensorRecord:
     shape: tuple[int, ...]
     parts: tuple[PartRecord, ...]
     order: tuple[int, ...] | None = None
-    """Its dimensions as they lie in memory, outermost first. None: row-major."""
+    """Its dimensions in memory order, outermost first. None: row-major."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """See [Note: manifest]."""
+    """Everything that a checkpoint says about itself. See [Note: manifest]."""
 
     step: int
     files: Mapping[str, tuple[Block, ...]]
-    """All files but the manifest."""
+    """All files but the manifest, by name."""
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
-    """``model.<parameter or buffer>`` and ``optimizer.<parameter>.<state>``."""
+    """Saved tensors, named ``model.<parameter or buffer>`` or ``optimizer.<parameter>.<state>``."""
     frozen: Mapping[str, int] = field(default_factory=dict)
-    """Checksums of frozen parameters, which are not saved: they are what the model is built with."""
+    """Checksums of frozen parameters. These are not saved, since the model is built with them."""
     full: Mapping[str, int] = field(default_factory=dict)
-    """Of those that were quantised as they were read: checksums of the weights in full precision."""
+    """Checksums of the full-precision weights from which frozen parameters were quantised while they were read."""
     wrapped: Mapping[str, str] = field(default_factory=dict)
-    """Of those that wrap others: what decides how the bytes inside are read."""
+    """Of each parameter that wraps other tensors, the settings that decide how the bytes inside are read."""
     steps: Mapping[str, int] = field(default_factory=dict)
-    """Updates of each trained parameter."""
+    """Number of updates of each trained parameter."""
     groups: tuple[Mapping[str, Any], ...] = ()
-    """Settings of param groups."""
+    """Settings of the param groups."""
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files together, without the manifest."""
         return sum(block.nbytes for blocks in self.files.values() for block in blocks)
 
     def to_json(self) -> bytes:
-        """The one text that ``from_json`` takes."""
+        """Return the only text that ``from_json`` accepts for this manifest."""
         fields = {"format": _FORMAT, **asdict(self)}
         return _signed(fields)
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
-        """Read ``to_json``.
+        """Read what ``to_json`` wrote.
 
         Raises:
-            ValueError: Anything else.
+            ValueError: The text is anything else.
         """
         fields = json.loads(text)
         if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
@@ -107,7 +107,7 @@ class Manifest:
         return manifest
 
     def _refuse_unfit(self) -> None:
-        """Raises: ValueError: Names that leave the folder, numbers that no checkpoint has."""
+        """Refuse names that leave the folder and numbers that no checkpoint has. Raises: ValueError: One was found."""
         numbers = [self.step, *self.steps.values(), *self.frozen.values(), *self.full.values()]
         for name, blocks in self.files.items():
             path = PurePosixPath(name)

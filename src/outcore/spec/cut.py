@@ -1,13 +1,13 @@
-"""Which bytes of a unit's weights rest with a rank.
+"""Which bytes of a unit's weights rest with each rank.
 
-[Note: cut weights] The runs of a unit ([Note: runs]) are dealt out to *sharers*: ranks that have all of its weights
-together. With L sharers, rank r has the runs r mod L, r mod L + L, ... of the trainable piece, one behind the other,
-and behind them those of the frozen piece. So its own run, which it updates, is among them, and L neighbouring runs are
-what one all-gather puts together. R / L ranks have the same runs; after an update they send one another their own.
-With one sharer a rank has all runs, in the order of the weights layout. Where sharers see one copy in host memory, that
-has all runs, too, and each rank writes those that it would have.
-The trainable piece of a unit that is mostly frozen (adapters) stays whole on each rank where that adds little: then a
-fetch waits for one all-gather, not for two.
+[Note: cut weights] The runs of a unit ([Note: runs]) are dealt out to *sharers*: ranks that together have all of its
+weights. With L sharers, rank r has the runs r mod L, r mod L + L, ... of the trainable piece, one behind another, and
+behind them those of the frozen piece. So the run that it updates itself is among them, and one all-gather puts L
+neighbouring runs together. R / L ranks have the same runs; after an update they send each other their own.
+With one sharer a rank has all runs, in the order of the weights layout. If the sharers use one copy in host memory, the
+copy has all runs, too, and each rank writes those that it would otherwise have.
+If a unit is mostly frozen (adapters), its trainable piece stays whole on each rank where that adds little memory: a
+fetch then waits for one all-gather instead of two.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outcore.spec.model import Part, Sharing, UnitSpec
 from outcore.spec.plan import Tier, UnitPlan
 
 _SMALL = 4
-"""So many times smaller than what a rank has of the frozen piece must a trainable piece be that is whole on each."""
+"""Least ratio of a rank's part of the frozen piece to a trainable piece that stays whole on each rank."""
 
 
 class Run(NamedTuple):
-    """Neighbouring bytes of the weights layout, and where they rest."""
+    """Neighbouring bytes of the weights layout, and their place in the home."""
 
     home: int
     """First byte in the home."""
@@ -35,46 +35,50 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsHome:
-    """Of one unit, with one rank. See [Note: cut weights]. Values, not properties: they are read at every visit."""
+    """One rank's home of the weights of one unit. See [Note: cut weights].
+
+    These are values, not properties, because they are read at every visit.
+    """
 
     spec: UnitSpec
     num_sharers: int
     trained_sharers: int
-    """Of the trainable piece: as many, or 1."""
+    """Number of sharers of the trainable piece: ``num_sharers``, or 1."""
     is_one_copy: bool
-    """Sharers see one copy."""
+    """True if all sharers use one copy in host memory."""
     is_cut: bool
-    """A fetch needs the other sharers."""
+    """True if a fetch needs the other sharers."""
     is_resident: bool
-    """All weights stay on the device, so that nothing is fetched."""
+    """True if all weights stay on the device, so that nothing is fetched."""
     num_copies: int
-    """Ranks that have the same runs of the trainable piece."""
+    """Number of ranks that have the same runs of the trainable piece."""
     taken_bytes: int
-    """What this rank takes of its tier."""
+    """Bytes that this rank takes on the tier."""
     nbytes: int
     """Size of the home."""
     updated: tuple[int, int]
-    """The bytes [start, stop) of the home that hold new weights after an update: this rank's, or all copies'."""
+    """The bytes [start, stop) of the home that hold new weights after an update: this rank's own run where sharers use
+    one copy, else its runs of the trainable piece, with those that ranks with the same runs have sent."""
 
     @property
     def updated_bytes(self) -> int:
-        """How many they are."""
+        """Number of bytes in ``updated``."""
         start, stop = self.updated
         return stop - start
 
     @property
     def own_start(self) -> int:
-        """Where this rank's own run begins among ``updated``."""
+        """First byte of this rank's own run, counted from the start of ``updated``."""
         return 0 if self.is_one_copy else self.spec.rank // self.trained_sharers * self.spec.run_bytes
 
     @property
     def own_parts(self) -> tuple[Part, ...]:
-        """Where the elements that are updated here lie among ``updated``, by trainable parameter."""
+        """Place of this rank's own elements, counted from the start of ``updated``, by trainable parameter."""
         shift = self.own_start - self.spec.rank * self.spec.run_bytes
         return tuple(part._replace(offset=part.offset + shift if part.numel else 0) for part in self.spec.own_parts)
 
     def runs(self) -> list[Run]:
-        """What this rank alone of all sharers has, or writes."""
+        """Return the runs that no other sharer has: those in this rank's home, or that it writes in the one copy."""
         spec, found, begin = self.spec, list[Run](), 0
         for piece, run, sharers in self._pieces:
             count, nbytes = (1, spec.num_ranks * run) if sharers == 1 else (spec.num_ranks // sharers, run)
@@ -85,20 +89,20 @@ class WeightsHome:
         return found
 
     def own_run(self, *, is_trained: bool) -> Run:
-        """The run that this rank alone of all ranks counts as its own."""
+        """Return the run that no other rank counts as its own."""
         spec, (piece, run, sharers) = self.spec, self._pieces[0 if is_trained else 1]
         begin, layout = 0 if is_trained else self.num_copies * spec.run_bytes, piece + spec.rank * run
         return Run(begin + spec.rank // sharers * run if self.is_cut else layout, layout, run)
 
     @property
     def _pieces(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Of what is trained and of what is frozen: first byte in the weights layout, size of a run, sharers."""
+        """First byte in the weights layout, size of a run and number of sharers: of the trainable and frozen piece."""
         spec = self.spec
         frozen = (spec.trainable_bytes, spec.frozen_run_bytes, self.num_sharers)
         return (0, spec.run_bytes, self.trained_sharers), frozen
 
     def here(self, part: Part) -> Iterator[Run]:
-        """What this rank has, or writes, of a part of the weights layout."""
+        """Yield what this rank has, or writes, of a part of the weights layout."""
         if self.num_sharers == 1:
             yield Run(part.offset, part.offset, part.nbytes)
             return
@@ -108,7 +112,7 @@ class WeightsHome:
                 yield Run(run.home + start - run.layout, start, stop - start)
 
     def together(self) -> list[tuple[int, int]]:
-        """The bytes [start, stop) of the weights layout that sharers put together at once, in the order of ``runs``."""
+        """Return the bytes [start, stop) of the weights layout that each all-gather fills, in the order of ``runs``."""
         found, rank = list[tuple[int, int]](), self.spec.rank
         for run in self.runs():
             sharers = self.trained_sharers if run.layout < self.spec.trainable_bytes else self.num_sharers
@@ -118,9 +122,9 @@ class WeightsHome:
 
 
 def weights_home(spec: UnitSpec, unit: UnitPlan) -> WeightsHome:
-    """Under a plan."""
+    """Return this rank's home of a unit's weights under a plan."""
     key = unit.partition, unit.gather, unit.weights == "device"
-    if key not in spec.homes:  # plans of hundreds of units are worked out again and again
+    if key not in spec.homes:  # cached: the planner asks again and again, in plans of hundreds of units
         spec.homes[key] = _weights_home(spec, unit)
     return spec.homes[key]
 
@@ -148,7 +152,7 @@ def _weights_home(spec: UnitSpec, unit: UnitPlan) -> WeightsHome:
 
 
 def in_slot(spec: UnitSpec, unit: UnitPlan, tier: Tier) -> int:
-    """What the weights of a unit take in a slot on a tier; 0: they need none there."""
+    """Return the bytes that the weights of a unit take in a slot on a tier; 0 if they need no slot there."""
     home = weights_home(spec, unit)
     if tier == "host":
         return home.nbytes if unit.weights == "disk" else 0
@@ -156,10 +160,10 @@ def in_slot(spec: UnitSpec, unit: UnitPlan, tier: Tier) -> int:
 
 
 def shared(unit: UnitPlan, sharing: Sharing) -> UnitPlan:
-    """The unit, with its weights as ranks are to have them.
+    """Return the unit's plan with its weights shared among ranks as asked.
 
-    ``copy`` lets ranks of a machine share what is in host memory, and leaves the rest to each; ``cut`` cuts all that
-    can be over all ranks, ``node`` over those of a machine.
+    ``copy`` lets the ranks of a machine share one copy of weights in host memory; other weights stay whole on each.
+    ``cut`` cuts the weights of every unit but the root over all ranks, and ``node`` over the ranks of a machine.
     """
     if sharing == "copy" and unit.weights == "host":
         return replace(unit, partition="node", gather="host")
@@ -169,5 +173,5 @@ def shared(unit: UnitPlan, sharing: Sharing) -> UnitPlan:
 
 
 def is_resident(spec: UnitSpec, unit: UnitPlan) -> bool:
-    """Whether all weights of a unit stay on the device."""
+    """Return whether all weights of a unit stay on the device."""
     return weights_home(spec, unit).is_resident

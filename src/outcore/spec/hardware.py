@@ -15,44 +15,44 @@ from outcore.spec.text_file import Described, fields_of
 
 HARDWARE_VERSION = 1
 _MOST = 1e19
-"""No rate and no size is larger."""
+"""Largest rate or size that is accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePart:
-    """What computes."""
+    """The device that computes."""
 
     memory_bytes: float
     bf16_flops: float
-    """Of matrix products in bf16, per second."""
+    """FLOP per second of matrix products in bf16."""
     fp32_flops: float
     attention_flops: float
-    """Of the attention kernel in bf16, per second."""
+    """FLOP per second of the attention kernel in bf16."""
     bytes_per_s: float
-    """Of its memory."""
+    """Bandwidth of its memory."""
     update_parameters_per_s: float
-    """AdamW over states in its memory."""
+    """Speed of AdamW with states in its memory."""
     plain_update_parameters_per_s: float = 0
-    """That of ``torch.optim`` in its place, behind a norm that clips, as a plain plan runs; 0: as fast."""
+    """Speed of the update in a plain plan: ``torch.optim`` after clipping by the norm; 0: as fast as AdamW above."""
     kernel_s: float = 0
-    """Of every kernel of a forward besides, with the Python around it: of compute, or on an accelerator of the thread
-    that launches it."""
+    """Time that every kernel of a forward takes in addition, with the Python code around it: time of compute, or on an
+    accelerator time of the thread that launches kernels."""
     runs_ahead: float = 1
-    """1: it is given its work, as an accelerator is; 0: the thread that submits computes."""
+    """1: an accelerator, which is given its work in advance; 0: the thread that submits also computes."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Field -> where its figure is from."""
+    """Field -> source of its figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BusPart:
-    """What connects the device with host memory."""
+    """The connection between the device and host memory."""
 
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     both: float = 2
-    """What both directions at once come to, counted in directions: 2 if neither slows the other down."""
+    """Speed of both directions used at once, in multiples of one direction: 2 if neither slows the other down."""
     latency_s: float = 0
-    """Of every copy besides."""
+    """Time that every copy takes in addition."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -62,14 +62,14 @@ class HostPart:
 
     memory_bytes: float
     bytes_per_s: float
-    """Of its memory, reading and writing together."""
+    """Bandwidth of its memory, reading and writing together."""
     update_parameters_per_s: float
-    """AdamW by all its cores, of fp32 masters with bf16 weights and gradients."""
+    """Speed of AdamW on all its cores, with fp32 masters and bf16 weights and gradients."""
     visit_s: float = 0
-    """Of the engine, for every visit of a unit."""
+    """Time that the engine takes for every visit of a unit."""
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Link, or ``compute`` -> the part of host memory and cores that it takes at full speed; where none were measured,
-    they are worked out from ``bytes_per_s``."""
+    """Link, or ``compute`` -> part of host memory and cores that it takes at full speed. If none were measured, they
+    are derived from ``bytes_per_s``."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -81,41 +81,41 @@ class DiskPart:
     read_bytes_per_s: float
     write_bytes_per_s: float
     both: float = 1
-    """What reading and writing at once come to, counted in drives that do one of them."""
+    """Speed of reading and writing at once, in multiples of a drive that does only one of them."""
     latency_s: float = 0
-    """Of every read or write besides."""
+    """Time that every read or write takes in addition."""
     endurance_bytes: float = 0
-    """What may be written in the drive's life; 0: not known."""
+    """Bytes that may be written during the drive's life; 0: not known."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinksPart:
-    """What connects the devices of a node with one another, while all of them send and receive at once."""
+    """The connection between the devices of a node, with its speed while all of them send and receive at once."""
 
     bytes_per_s: float
-    """Into one device, and out of it at the same time."""
+    """Speed into one device, and out of it at the same time."""
     on_bus: float = 0
-    """1: over the bus, beside copies from and to host memory; 0: links of their own, such as NVLink."""
+    """1: they use the bus, together with copies from and to host memory; 0: links of their own, such as NVLink."""
     through_host: float = 0
-    """1: and through host memory, since devices do not reach one another's."""
+    """1: they also pass through host memory, since devices cannot reach each other's memory."""
     devices_per_port: float = 1
-    """Devices behind one switch, which share its way to host memory."""
+    """Number of devices behind one switch, which share its connection to host memory."""
     host_bytes_per_s: float = 2.4e9
-    """Into one process from another one's host memory."""
+    """Speed into one process from the host memory of another."""
     latency_s: float = 0
-    """Of every exchange besides."""
+    """Time that every exchange takes in addition."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPart:
-    """What connects nodes with one another, while all of them send and receive at once."""
+    """The connection between nodes, with its speed while all of them send and receive at once."""
 
     bytes_per_s: float
-    """Into one node, over all of its adapters, and out of it at the same time."""
+    """Speed into one node over all of its adapters, and out of it at the same time."""
     latency_s: float = 0
-    """Of every exchange besides."""
+    """Time that every exchange takes in addition."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -138,11 +138,11 @@ class Hardware(Described):
     bus: BusPart
     host: HostPart
     disk: DiskPart | None = None
-    """None: there is no disk tier."""
+    """None: no disk tier."""
     links: LinksPart | None = None
-    """Between devices; None: not known, see ``planning.timing.ranks``."""
+    """Links between the devices; None: not known, see ``planning.timing.ranks``."""
     network: NetworkPart | None = None
-    """Between nodes of this kind; None: not known, as above."""
+    """Network between nodes of this kind; None: not known, see ``planning.timing.ranks``."""
     version: int = HARDWARE_VERSION
 
     @classmethod
@@ -150,7 +150,7 @@ class Hardware(Described):
         """Read a machine from JSON text.
 
         Raises:
-            ConfigError: Not JSON, a missing or unknown key, a rate that no machine has.
+            ConfigError: The text is not JSON, a key is missing or unknown, or a rate is one that no machine has.
         """
         data = cls._fields_in(text, where)
         if data.get("version", HARDWARE_VERSION) != HARDWARE_VERSION:
@@ -188,12 +188,12 @@ def _refuse_numbers(data: Mapping[str, Any], where: str) -> None:
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         most, least = _AT_MOST.get(name, _MOST), _AT_LEAST.get(name, 0.0 if name in _ZERO_IS_FINE else 1.0)
-        if not is_number or not least <= value <= most:  # nor is what is no number
+        if not is_number or not least <= value <= most:  # written so that NaN is refused, too
             raise ConfigError(f"{where}: {name}: expected a number from {least:g} to {most:g}, but got {value!r}")
 
 
 def _refuse_parts(parts: object, where: str) -> None:
-    """Refuse what is no part of anything."""
+    """Refuse unknown names, and values that are not numbers from 0 to 1."""
     if not isinstance(parts, Mapping) or not all(name in _SHARING and _is_part(part) for name, part in parts.items()):
         raise ConfigError(
             f"{where}: parts: expected numbers from 0 to 1 under names of {', '.join(_SHARING)}, but got {parts!r}"

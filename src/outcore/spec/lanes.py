@@ -1,4 +1,4 @@
-"""Lanes: the queues that operations run on. Names and routes; what serves them is ``device.lanes``."""
+"""Lanes: the queues that operations run on. Only names and routes are here; ``device.lanes`` serves them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import enum
 
 
 class Lane(enum.Enum):
-    """The queues that take operations. Compute (the caller's thread or stream) and the host are not among them."""
+    """Queues for operations. Compute (the caller's thread or stream) and the host are not among them."""
 
     H2D = "h2d"
     D2H = "d2h"
-    # Host to device too, apart from fetches: a write-back waits for an update, and would block the fetches behind it.
+    # Host to device, separate from fetches: a write-back waits for an update and would block the fetches behind it.
     WRITE_BACK = "write_back"
     WEIGHTS_READ = "weights_read"
     STATES_READ = "states_read"
     DISK_WRITE = "disk_write"
-    # Apart from weights, which the next forward waits for, and from gradients, for whose slots backward does.
+    # Separate from DISK_WRITE: the next forward waits for weights there, and backward for the slots of gradients.
     STATES_WRITE = "states_write"
     UPDATE = "update"
-    # Updates on the device of states from host memory: apart from fetches, which must not wait behind them.
+    # Updates on the device with states from host memory: separate from fetches, which must not wait behind them.
     STATES_H2D = "states_h2d"
     DEVICE_UPDATE = "device_update"
     STATES_D2H = "states_d2h"
-    # Between ranks: gradients to whoever updates with them, new weights to whoever has the same part of them, and the
-    # parts of weights that are cut to all who compute with them. Every rank submits the same operations in the same
-    # order, so each has nothing else in its queue.
+    # Between ranks: REDUCE takes gradients to the rank that updates with them, GATHER takes new weights to the ranks
+    # with the same runs, LINK takes runs of cut weights to the ranks that compute with them. Every rank submits the
+    # same operations in the same order, so these queues hold nothing else.
     REDUCE = "reduce"
     GATHER = "gather"
     LINK = "link"
-    # To a checkpoint's files: apart from the disk tier, whose writes the next forward may wait for.
+    # To a checkpoint's files: separate from the disk tier, because the next forward may wait for writes there.
     SAVE = "save"
 
     @property
     def route(self) -> str:
-        """Between which tiers it works, for errors."""
+        """The tiers between which it works, for error messages."""
         return _ROUTES.get(self, "on the host")
 
 
@@ -60,4 +60,4 @@ RANK_LANES = (Lane.REDUCE, Lane.GATHER, Lane.LINK)
 COPY_LANES = frozenset(
     {Lane.H2D, Lane.D2H, Lane.WRITE_BACK, Lane.STATES_H2D, Lane.DEVICE_UPDATE, Lane.STATES_D2H, *RANK_LANES}
 )
-"""Lanes whose operations are device work: on CUDA they have a stream of their own."""
+"""Lanes whose operations are device work: on CUDA each has a stream of its own."""

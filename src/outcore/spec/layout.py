@@ -1,4 +1,4 @@
-"""How the bytes of a unit lie: its states behind one another, and what a staging slot takes."""
+"""Layouts of a unit's bytes: its states one behind another, and the parts of a staging slot."""
 
 from __future__ import annotations
 
@@ -26,63 +26,64 @@ from outcore.spec.model import (
 from outcore.spec.plan import UnitPlan
 
 SCRATCH_BYTES = 16 * 2**20
-"""Device memory in which an update there holds blocks of gradients, upcast and scaled."""
+"""Device memory in which an update on the device holds blocks of gradients, upcast and scaled."""
 NOISE_BYTES = 8 * 2**20
-"""Host memory of the noise with which updates there round states."""
+"""Host memory for the noise with which updates on the host round states."""
 COMPACT_BYTES = 24 * 2**20
-"""Device memory that coding compact masters makes and drops there."""
+"""Device memory for temporary tensors while compact masters are coded on the device."""
 CODES = "master_codes"
-"""State that stands beside compact masters."""
+"""Name of the state that goes with compact masters."""
 ROW_NUMEL = 128
-"""Elements of a master that share a code."""
+"""Number of elements of a master that share a code."""
 
 
 def has_master(unit: UnitPlan, precision: Precision) -> bool:
-    """Whether the unit keeps master weights among its states.
+    """Return whether the unit keeps master weights among its states.
 
-    It needs none where the update can work on the weights themselves: same dtype, and both on the device or both on
-    the host.
+    It needs none if the update can work on the weights themselves: they have the same dtype, and weights and states are
+    both on the device or both on the host.
     """
     return precision in WITH_MASTERS or unit.states != unit.weights or unit.states == "disk"
 
 
 def has_compact(spec: UnitSpec, unit: UnitPlan) -> bool:
-    """Whether masters of the unit are what its weights lack. See ``optim.compact``.
+    """Return whether masters of the unit store only what its weights lack. See ``optim.compact``.
 
-    Weights that live on the device may be edited in place, which would change the master, too. So these have it whole.
+    A user may edit weights that live on the device in place, which would change such a master, too. So the masters of
+    these weights are whole.
     """
     return unit.weights != "device" and any(param.master_format == "compact" for param in spec.trainable)
 
 
 def starts_from_weights(spec: UnitSpec, unit: UnitPlan, precision: Precision) -> bool:
-    """Whether an update of the unit reads its weights."""
+    """Return whether an update of the unit reads its weights."""
     return not has_master(unit, precision) or has_compact(spec, unit)
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One state of all trainable parameters of a unit. Whoever reads, writes or counts states asks it."""
+    """One state of all trainable parameters of a unit. All code that reads, writes or counts states uses it."""
 
     name: str
-    """Torch's, or ``master``."""
+    """Torch's name of the state, or ``master``."""
     start: int
-    """Of its first byte in the states home."""
+    """Position of its first byte in the states home."""
     nbytes: int
-    """With padding, as all that may rest on disk."""
+    """Size with padding, as of all bytes that may rest on disk."""
     parts: tuple[Part, ...]
-    """By trainable parameter, counted from ``start``; empty for those that do not have it."""
+    """Places by trainable parameter, counted from ``start``; empty for a parameter without this state."""
     forms: tuple[StateForm | None, ...]
-    """By trainable parameter. None: it does not have this state."""
+    """Forms by trainable parameter. None: the parameter does not have this state."""
 
     def described(self, param: ParamSpec, index: int) -> ParamSpec:
-        """This state of a parameter as if it were a parameter: of its own shape, and strides."""
+        """Return a ParamSpec that describes this state of a parameter, with the state's shape and strides."""
         form = self.forms[index]
         if form is None or form.shape is None:
             return param
         return dataclasses.replace(param, shape=form.shape, strides=None)
 
     def owned(self, spec: UnitSpec, index: int, rank: int) -> tuple[int, int]:
-        """First element of this state of a parameter that a rank has, and how many."""
+        """Return first element and number of elements that a rank has of this state of a parameter."""
         return _owned(spec, index, self.forms[index], rank)
 
     @property
@@ -91,14 +92,14 @@ class StateSpec:
         return self.start + self.nbytes
 
 
-@functools.lru_cache(2**12)  # plans of hundreds of units are worked out again and again
+@functools.lru_cache(2**12)  # the planner asks again and again, in plans of hundreds of units
 def lay_out_states(spec: UnitSpec, names: tuple[str, ...], *, is_compact: bool = False) -> Mapping[str, StateSpec]:
-    """The states of a unit, by name, in the order in which they lie behind one another.
+    """Lay out the states of a unit one behind another. Returns them by name, in that order.
 
     Args:
-        spec: Parameters that say what they have get that alone.
-        names: Of all states that any of them has.
-        is_compact: Masters are, of those that ask for it.
+        spec: The unit. A parameter that lists its states gets only these.
+        names: Names of all states that any of the parameters has.
+        is_compact: Whether parameters that ask for compact masters get them.
     """
     states, start = dict[str, StateSpec](), 0
     for name in names:
@@ -128,14 +129,14 @@ def _is_update_layout(spec: UnitSpec, forms: Iterable[StateForm | None]) -> bool
 
 
 def _own_layout(spec: UnitSpec, forms: Sequence[StateForm | None]) -> tuple[int, tuple[Part, ...]]:
-    """Bytes and parts of a state that not all parameters have, or not in the update layout."""
+    """Lay out a state that not all parameters have, or that does not use the update layout. Returns bytes and parts."""
     laid = [_parts_of(spec, forms, rank) for rank in range(spec.num_ranks)]
     nbytes = align_up(max(end for end, _ in laid), PAGE_BYTES)
     return nbytes + 2 * PAGE_BYTES * (nbytes > 0 and nbytes % ALIAS_BYTES == 0), laid[spec.rank][1]
 
 
 def _parts_of(spec: UnitSpec, forms: Sequence[StateForm | None], rank: int) -> tuple[int, tuple[Part, ...]]:
-    """What a rank has, and where it ends."""
+    """Return the end of the last part that a rank has of a state, and all its parts."""
     parts, end = [], 0
     for i, (param, form) in enumerate(zip(spec.trainable, forms, strict=True)):
         numel = _owned(spec, i, form, rank)[1]
@@ -146,7 +147,10 @@ def _parts_of(spec: UnitSpec, forms: Sequence[StateForm | None], rank: int) -> t
 
 
 def _owned(spec: UnitSpec, index: int, form: StateForm | None, rank: int) -> tuple[int, int]:
-    """First element and number of elements of a state. Of a parameter without elements rank 0 has it."""
+    """Return first element and number of elements of a state that a rank has.
+
+    If a parameter has no elements, rank 0 has the states whose shape is not the parameter's.
+    """
     first, numel = spec.owned(rank)[index]
     if form is None:
         return 0, 0
@@ -156,31 +160,31 @@ def _owned(spec: UnitSpec, index: int, form: StateForm | None, rank: int) -> tup
 
 
 def states_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Mapping[str, StateSpec]:
-    """The states that a unit has under a plan."""
+    """Return the states that a unit has under a plan."""
     is_compact = has_compact(spec, unit)
     masters = ("master", CODES) if is_compact else ("master",) if has_master(unit, model.precision) else ()
     return lay_out_states(spec, masters + model.state_names, is_compact=is_compact)
 
 
 def states_bytes(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> int:
-    """Size of the unit's states home."""
+    """Return the size of the unit's states home."""
     return sum(state.nbytes for state in states_of(spec, unit, model).values())
 
 
 def sums_on_device(spec: UnitSpec, unit: UnitPlan) -> bool:
-    """Whether gradients of all ranks are added up on the device, though their sum rests in host memory.
+    """Return whether gradients of all ranks are added up on the device although their sum rests in host memory.
 
-    From three ranks on that moves less: the sum of one run each way, in place of the runs of all ranks home.
+    From three ranks on this moves fewer bytes: the sum of one run each way, instead of the runs of all ranks home.
     """
     return spec.num_ranks > 2 and unit.gradients == "host"
 
 
 class Staging(NamedTuple):
-    """Byte ranges of a staging slot: what an update on the device of states from host memory takes along."""
+    """Byte ranges of a staging slot, which holds all that an update on the device of states from host memory needs."""
 
     states: tuple[int, int]
     gradients: tuple[int, int]
-    """Empty where gradients live on the device."""
+    """Empty if gradients live on the device."""
     weights: tuple[int, int]
     scratch: tuple[int, int]
 

@@ -1,35 +1,35 @@
-"""A model as the planner and the runtime see it: units of parameters, and where each parameter lies inside its unit.
+"""A model as the planner and the runtime see it: units of parameters, and the place of each parameter in its unit.
 
 [Note: layouts] A unit owns up to four kinds of bytes, addressed by two layouts:
 
-* *weights layout*: every parameter in its compute dtype, trainable ones first (so that they are one flat piece), each
-  aligned to 256 bytes. ``trainable_bytes`` is where the frozen ones begin; it is a multiple of 4 KiB, so that the
-  trainable piece can be written to disk alone. ``weight_bytes`` is the whole. A *bucket* is the trainable piece
-  again, holding the gradients of one backward pass in the dtype in which autograd makes them; where a
-  pass sums several micro-batches, it has the update layout.
+* *weights layout*: every parameter in its compute dtype. Trainable parameters come first, so that they are one flat
+  piece. Each parameter is aligned to 256 bytes. The frozen ones begin at ``trainable_bytes``, a multiple of 4 KiB, so
+  that the trainable piece can be written to disk alone. ``weight_bytes`` is the size of the whole. A *bucket* has the
+  layout of the trainable piece and holds the gradients of one backward pass in the dtype in which autograd makes them.
+  Where a pass sums several micro-batches, the bucket has the update layout instead.
 * *update layout*: trainable parameters only, in the dtype in which they are updated (fp32 masters for bf16 weights).
-  Accumulated gradients use it, ``update_bytes`` of them. What a state takes is said by its ``StateSpec``
-  (``spec.layout``); master weights and the states of most optimizers use the update layout, too.
+  Accumulated gradients use it and take ``update_bytes``. A ``StateSpec`` (``spec.layout``) gives the size and layout of
+  a state; master weights and the states of most optimizers use the update layout, too.
 
-Sizes are padded to 4 KiB, so any of them may rest on disk.
+Sizes are padded to 4 KiB, so any of these bytes may rest on disk.
 
-[Note: strides] Kernels are chosen by strides, and round differently. So a parameter that is not row-major
-(``channels_last``, transposed) keeps its strides. In every layout its bytes lie in the order in which they lie in the
+[Note: strides] PyTorch chooses kernels by strides, and different kernels round differently. So a parameter that is not
+row-major (``channels_last``, transposed) keeps its strides. In every layout its bytes lie in the same order as in the
 parameter's own memory, without gaps; torch's fused optimizers walk through them in this order, too.
 
 [Note: runs] With R ranks the trainable piece of the weights layout is padded and cut into R equal *runs* at page
-borders. A rank sums gradients, keeps states and updates for its own run only, so its update layout has of each
-parameter the elements in that run; sizes are those of the rank that needs most. Parameters begin at multiples of 256
-bytes, and of 512 where some are float64, so a cut inside of one falls on a multiple of 64 elements, where an update may
-be cut (``optim.blocks``); where some share a scale by 256 elements, at multiples of 256 elements of each.
-Where an update of a parameter must see all of it, or keeps numbers that are not of single elements, no parameter of the
-unit is cut: one after the other, the largest first, they go to the run that is the emptiest yet. The frozen piece is
-padded and cut into equal parts, for plans under which ranks home weights together (``spec.cut``).
+borders. A rank sums gradients, keeps states and updates for its own run only. So its update layout holds only the
+elements in that run; its sizes are those of the rank that needs most. Parameters begin at multiples of 256 bytes, or of
+512 if some are float64. A cut inside a parameter then falls on a multiple of 64 elements, where an update may be cut
+(``optim.blocks``). If some states share a scale among 256 elements, parameters begin at multiples of 256 elements.
+If the update of a parameter must see all of it, or keeps states that do not belong to single elements, no parameter of
+the unit is cut. Then parameters go one by one, the largest first, to the run that is emptiest so far. The frozen piece
+is padded and cut into equal parts, for plans under which ranks home weights together (``spec.cut``).
 
-[Note: aliases] States lie behind one another, and an update walks through all of them side by side. AMD's processors
-(Zen) find lines of the first-level cache by a hash of address bits 12 to 27; at a distance of 256 MiB, or twice 128,
-the lines of two states push each other out, and the update takes two to five times as long. Two more pages avoid it;
-one does not, since bits 12 and 27 cancel.
+[Note: aliases] States lie one behind another, and an update walks through all of them side by side. AMD's processors
+(Zen) find lines of the first-level cache by a hash of address bits 12 to 27. At a distance of 256 MiB, or twice 128,
+the lines of two states evict each other, and the update takes two to five times as long. Two more pages avoid this;
+one more page does not, since bits 12 and 27 cancel.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 Precision = Literal["fp32", "bf16", "pure_bf16", "fp16", "fp64"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "pure_bf16", "fp16", "fp64")
 TRAINED_DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""Of parameters, but for quantised ones."""
+"""Dtypes of parameters that are not quantised."""
 STORED_DTYPES = (*TRAINED_DTYPES, "uint8", "int8", "int16")
-"""Of states."""
+"""Dtypes in which states are stored."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "int8": 1, "int16": 2}
 DTYPE_BYTES |= {"int32": 4, "int64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
 WITH_MASTERS: tuple[Precision, ...] = ("bf16", "fp16")
-"""Weights that are updated in fp32."""
+"""Precisions whose weights have fp32 masters."""
 Sharing = Literal["replicate", "copy", "cut", "node"]
 StateFormat = Literal["fp32", "bf16", "8bit"]
 MasterFormat = Literal["fp32", "compact"]
 ALIAS_BYTES = 2**27
-"""No state's size is a multiple of it, see [Note: aliases]."""
+"""Number of bytes of which no state's size is a multiple, see [Note: aliases]."""
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a new tensor."""
+    """Return the strides of a new contiguous tensor."""
     sizes = [max(n, 1) for n in shape]
     return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether every element has a place of its own, and there are no places between them."""
+    """Return whether every element has a place of its own and no gaps lie between them."""
     step = 1
     for i in reversed(_outermost_first(strides)):
         if shape[i] != 1:
@@ -82,13 +82,13 @@ def _outermost_first(strides: Sequence[int]) -> tuple[int, ...]:
 
 
 class Part(NamedTuple):
-    """Elements of one parameter in a layout, as they lie in memory: a flat tensor."""
+    """Place of one parameter's elements in a layout, as a flat tensor in memory order."""
 
     dtype: str
     """A key of DTYPE_BYTES."""
     numel: int
     offset: int
-    """Of its first byte in the layout."""
+    """Position of its first byte in the layout."""
 
     @property
     def nbytes(self) -> int:
@@ -101,29 +101,29 @@ class StateForm:
     """One state of one parameter."""
 
     name: str
-    """Torch's, or ``master``."""
+    """Torch's name of the state, or ``master``."""
     dtype: str
     """A key of DTYPE_BYTES."""
     shape: tuple[int, ...] | None = None
-    """None: the parameter's own, with its strides. ``()`` is a number that a step reads before it begins."""
+    """None: the parameter's shape and strides. ``()``: a single number, which a step reads before it begins."""
     shared_by: int = 1
-    """So many neighbouring elements of the parameter have one of it."""
+    """Neighbouring elements of the parameter that share one element of the state."""
     initial: float = 0.0
-    """What every element begins with."""
+    """Initial value of every element."""
     format: StateFormat | MasterFormat = "fp32"
-    """How it is stored; fp32: as it is updated, whatever its dtype."""
+    """Storage format; fp32: as it is updated, whatever its dtype."""
     is_unsigned: bool = False
-    """It is never negative."""
+    """True if it is never negative."""
 
     @property
     def is_number(self) -> bool:
-        """Whether it is one number, whatever the parameter's shape."""
+        """Whether it is a single number, whatever the parameter's shape."""
         return self.shape == ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter. Tied parameters are one ParamSpec under their first name."""
+    """One parameter. Tied parameters share one ParamSpec under their first name."""
 
     name: str
     """Fully qualified name in the model."""
@@ -131,24 +131,25 @@ class ParamSpec:
     dtype: str
     """Compute dtype, a key of DTYPE_BYTES."""
     update_dtype: str
-    """Dtype of its accumulated gradient, master and states."""
+    """Dtype of its accumulated gradient, its master and its states."""
     requires_grad: bool
     strides: tuple[int, ...] | None = None
-    """As ``torch.Tensor.stride()`` says it; None: row-major. See [Note: strides]."""
+    """Strides as ``torch.Tensor.stride()`` gives them; None: row-major. See [Note: strides]."""
     states: tuple[StateForm, ...] | None = None
-    """What its optimizer keeps of it. None: all of ``ModelSpec.state_names``, of its shape in the update dtype."""
+    """States that its optimizer keeps. None: all of ``ModelSpec.state_names``, with its shape and the update dtype."""
     master_format: MasterFormat = "fp32"
-    """Of its master where its weights do not live on the device; there it is fp32."""
+    """Format of its master while its weights live off the device. With weights on the device the master is fp32."""
     temporary_bytes: int = 0
-    """What an update of it makes and drops besides, where it does; on the host it counts for what is whole."""
+    """Bytes of temporary tensors in its update. On the host they count only for parameters with ``is_whole``."""
     is_whole: bool = False
-    """An update must not cut it."""
+    """True if an update must not cut it."""
     stands_for: int | None = None
-    """Of a quantised weight, its elements in full precision; of what belongs to it, 0. None: its own."""
+    """Number of elements that it counts for: of a quantised weight those in full precision, of the other tensors of
+    that weight 0. None: its own number."""
     update_cost: float = 1.0
-    """Time of its update on the host, in times of AdamW's with moments in fp32."""
+    """Time of its update on the host, relative to AdamW with fp32 moments."""
     update_flops: float = 0.0
-    """Of matrix products in its update, which take time on the device beside AdamW's."""
+    """FLOP of matrix products in its update; on the device they take time in addition to AdamW's."""
 
     def __post_init__(self) -> None:
         if self.strides is not None and not is_dense(self.shape, self.strides):
@@ -156,7 +157,7 @@ class ParamSpec:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Dimensions as they lie in memory, the outermost first."""
+        """Dimensions in memory order, the outermost first."""
         return _outermost_first(self.strides or row_major(self.shape))
 
     @property
@@ -182,7 +183,7 @@ class ParamSpec:
 
     @property
     def parameters(self) -> int:
-        """Elements as people count them."""
+        """Number of parameters as people count them."""
         return self.numel if self.stands_for is None else self.stands_for
 
     @property
@@ -198,68 +199,71 @@ class ParamSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSpec:
-    """The piece that moves as a whole. Unit "" is the root: what belongs to no other; its weights stay resident."""
+    """A piece of the model that moves as a whole.
+
+    Unit "" is the root: it has all parameters that belong to no other unit, and its weights stay resident.
+    """
 
     name: str
     """Fully qualified name of the module; "" for the root."""
     params: tuple[ParamSpec, ...]
     """Trainable parameters first, then frozen ones; module order within each."""
     buffer_bytes: int = 0
-    """Module buffers; they live on the device and never move."""
+    """Bytes of module buffers; they live on the device and never move."""
     is_cut: bool = False
-    """A call runs in several micro-batches, whose gradients one backward pass sums in the update dtype."""
+    """True if a call runs in several micro-batches; one backward pass sums their gradients in the update dtype."""
     num_ranks: int = 1
-    """Processes that share the update of the unit. See [Note: runs]."""
+    """Number of processes that share the update of the unit. See [Note: runs]."""
     rank: int = 0
-    """Whose run is updated here."""
+    """Rank whose run this process updates."""
     ranks_per_node: int = 1
-    """Of them, that run on one machine: ranks 0 to this on the first, and so on."""
+    """Number of ranks on one machine; the first machine has the lowest ranks, and so on."""
     keeps_bucket: bool = False
-    """Its bucket holds gradients of several backward passes, until ranks exchange them."""
+    """True if its bucket holds gradients of several backward passes until the ranks exchange them."""
 
     def __post_init__(self) -> None:
         flags = [p.requires_grad for p in self.params]
         if flags != sorted(flags, reverse=True):
             raise AssertionError(f"unit '{self.name}': trainable parameters must come first")
 
-    def __hash__(self) -> int:  # of all fields it would take as long as what is remembered of the unit
+    def __hash__(self) -> int:  # hashing all fields would take as long as the computations that are cached by unit
         return hash((self.name, self.weight_bytes, self.update_bytes, self.rank))
 
     @cached_property
     def homes(self) -> dict[Hashable, Any]:
-        """For ``weights_home``: what it has worked out."""
+        """Cache of ``weights_home``."""
         return {}
 
     @cached_property
     def is_quantized(self) -> bool:
-        """Whether weights of it are made of parts."""
+        """Whether some of its weights are quantised, so that each consists of several tensors."""
         return any(param.stands_for is not None for param in self.params)
 
     @cached_property
     def trainable(self) -> tuple[ParamSpec, ...]:
-        """The parameters that are trained."""
+        """The trainable parameters."""
         return tuple(p for p in self.params if p.requires_grad)
 
     @cached_property
     def trainable_numel(self) -> int:
-        """Elements that are trained here."""
+        """Number of elements that this rank updates."""
         return sum(numel for _, numel in self.own_ranges)
 
     @cached_property
     def update_cost_numel(self) -> float:
-        """Elements for which AdamW would take as long as the update of the unit."""
+        """Number of elements for which AdamW would take as long as this rank's update of the unit."""
         owned = zip(self.own_ranges, self.trainable, strict=True)
         return sum(numel * param.update_cost for (_, numel), param in owned)
 
     @cached_property
     def update_flops(self) -> float:
-        """Of matrix products in updates here."""
+        """FLOP of matrix products in this rank's updates."""
         owned = zip(self.own_ranges, self.trainable, strict=True)
         return sum(param.update_flops for (_, numel), param in owned if numel)
 
     @cached_property
     def weight_parts(self) -> tuple[Part, ...]:
-        """Where every parameter lies in the weights layout."""
+        """Place of every parameter in the weights layout."""
         frozen = self.params[len(self.trainable) :]
         sizes = (align_up(param.weight_bytes, PARAM_ALIGN_BYTES) for param in frozen)
         starts = (*self._trained_starts, *accumulate(sizes, initial=self.trainable_bytes))
@@ -267,7 +271,7 @@ class UnitSpec:
 
     @cached_property
     def _trained_sizes(self) -> tuple[int, ...]:
-        """Of trained parameters, with padding: a cut inside of one falls where it may. See [Note: runs]."""
+        """Sizes of trainable parameters, padded so that a cut falls where an update may be cut. See [Note: runs]."""
         align = PARAM_ALIGN_BYTES
         if self.num_ranks > 1:
             numel = max((64, *(form.shared_by for param in self.trainable for form in param.states or ())))
@@ -276,14 +280,14 @@ class UnitSpec:
 
     @cached_property
     def _trained_starts(self) -> tuple[int, ...]:
-        """First bytes of trained parameters in the weights layout."""
+        """First bytes of trainable parameters in the weights layout."""
         if self._dealt_out is None:
             return tuple(accumulate(self._trained_sizes, initial=0))[:-1]
         return tuple(rank * self.run_bytes + start for rank, start in self._dealt_out)
 
     @cached_property
     def _dealt_out(self) -> tuple[tuple[int, int], ...] | None:
-        """Rank of every trained parameter, and its first byte in that run. None: runs cut parameters."""
+        """Rank of every trainable parameter, and its first byte in that rank's run. None: runs cut parameters."""
         if self.num_ranks == 1 or not any(param.is_indivisible for param in self.trainable):
             return None
         ends, places, sizes = [0] * self.num_ranks, dict[int, tuple[int, int]](), self._trained_sizes
@@ -295,15 +299,15 @@ class UnitSpec:
 
     @cached_property
     def own_ranges(self) -> tuple[tuple[int, int], ...]:
-        """First element and number of elements of every trainable parameter that are updated here."""
+        """First element and number of elements that this rank updates, of every trainable parameter."""
         return self.owned(self.rank)
 
     def owned(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """First element and number of elements of every trainable parameter in the run of a rank."""
+        """Return first element and number of elements in the run of a rank, of every trainable parameter."""
         return self.held(rank)[: len(self.trainable)]
 
     def held(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """First element and number of elements of every parameter in the runs of a rank."""
+        """Return first element and number of elements in the runs of a rank, of every parameter."""
         found = []
         for i, part in enumerate(self.weight_parts):
             begin, run = (
@@ -316,18 +320,21 @@ class UnitSpec:
 
     @cached_property
     def own_parts(self) -> tuple[Part, ...]:
-        """Where the elements that are updated here lie in the weights layout, by trainable parameter."""
+        """Place of this rank's own elements in the weights layout, by trainable parameter."""
         pairs = zip(self.weight_parts, self.own_ranges, strict=False)
         return tuple(Part(p.dtype, n, p.offset + first * DTYPE_BYTES[p.dtype]) for p, (first, n) in pairs)
 
     def received_parts(self, sender: int) -> tuple[Part, ...]:
-        """Where gradients of these elements lie in what all ranks send: their runs of this rank, in rank order."""
+        """Return where the gradients of ``own_parts`` from one sender lie in a ``received`` slot.
+
+        The slot holds this rank's run from every rank's bucket, in rank order.
+        """
         shift = (sender - self.rank) * self.run_bytes
         return tuple(part._replace(offset=part.offset + shift if part.numel else 0) for part in self.own_parts)
 
     @cached_property
     def update_parts(self) -> tuple[Part, ...]:
-        """Where every trainable parameter lies in the update layout."""
+        """Place of every trainable parameter in the update layout."""
         parts, end = [], 0
         for param, (_, numel) in zip(self.trainable, self.own_ranges, strict=True):
             parts.append(Part(param.update_dtype, numel, end))
@@ -336,7 +343,7 @@ class UnitSpec:
 
     @cached_property
     def bucket_parts(self) -> tuple[Part, ...]:
-        """Where the gradient of every trainable parameter lies in a bucket."""
+        """Place of the gradient of every trainable parameter in a bucket."""
         return self.update_parts if self.is_cut else self.weight_parts[: len(self.trainable)]
 
     @cached_property
@@ -351,7 +358,7 @@ class UnitSpec:
 
     @cached_property
     def run_bytes(self) -> int:
-        """Size of the run of a rank."""
+        """Size of one rank's run of the trainable piece."""
         if self._dealt_out is None:
             return align_up(sum(self._trained_sizes), PAGE_BYTES * self.num_ranks) // self.num_ranks
         ends = (start + size for (_, start), size in zip(self._dealt_out, self._trained_sizes, strict=True))
@@ -359,12 +366,12 @@ class UnitSpec:
 
     @property
     def others_bytes(self) -> int:
-        """Size of the runs of the other ranks: what this one gets of them."""
+        """Size of one run for each other rank: the bytes that this rank receives in an exchange of gradients."""
         return self.trainable_bytes - self.run_bytes
 
     @cached_property
     def frozen_run_bytes(self) -> int:
-        """Size of the run of a rank of what is frozen."""
+        """Size of one rank's run of the frozen piece."""
         nbytes = sum(align_up(p.weight_bytes, PARAM_ALIGN_BYTES) for p in self.params if not p.requires_grad)
         return align_up(nbytes, PAGE_BYTES * self.num_ranks) // self.num_ranks
 
@@ -375,7 +382,7 @@ class UnitSpec:
 
     @cached_property
     def update_bytes(self) -> int:
-        """Size of the update layout: of accumulated gradients, and of each optimizer state. See [Note: aliases]."""
+        """Size of the update layout: of accumulated gradients, and of each state that uses it. See [Note: aliases]."""
         sizes = [DTYPE_BYTES[param.update_dtype] for param in self.trainable]
         most = max(
             sum(align_up(n * size, PARAM_ALIGN_BYTES) for (_, n), size in zip(self.owned(rank), sizes, strict=True))
@@ -391,17 +398,24 @@ class ModelSpec:
 
     units: tuple[UnitSpec, ...]
     state_names: tuple[str, ...]
-    """Optimizer states per trainable element, torch's names, without master weights: ("exp_avg", "exp_avg_sq")."""
+    """Torch's names of the optimizer states, without master weights: ("exp_avg", "exp_avg_sq")."""
     precision: Precision
     micro_batches_in_unit: int = 1
-    """In so many pieces every unit runs a batch."""
+    """Number of pieces in which every unit runs a batch."""
     sharing: Sharing = "replicate"
-    """How ranks have weights in plans that are made for it. See ``spec.cut.shared``."""
+    """How ranks share weights in plans made for this model. See ``spec.cut.shared``."""
 
     def among(
         self, num_ranks: int, rank: int, ranks_per_node: int | None = None, *, keeps_buckets: bool = False
     ) -> ModelSpec:
-        """The same model, updated by several ranks. See [Note: runs]. Args: ranks_per_node: None: all on one."""
+        """Return the same model, updated by several ranks. See [Note: runs].
+
+        Args:
+            num_ranks: Number of processes.
+            rank: Rank of this process.
+            ranks_per_node: Ranks on one machine; None: all of them.
+            keeps_buckets: See ``UnitSpec.keeps_bucket``.
+        """
         shared = partial(
             replace,
             num_ranks=num_ranks,

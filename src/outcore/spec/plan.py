@@ -1,4 +1,4 @@
-"""A plan: where every byte lives and how units run. Data, not behaviour: JSON that can be saved, edited and obeyed."""
+"""A plan: where every byte lives and how units run. Plain data with a JSON form that can be saved and edited."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLAN_VERSION = 1
 class UnitPlan:
     """Home tiers and activation policy of one unit.
 
-    Optimizer states on the device need weights and gradients there too: the update then runs on the device with no
+    Optimizer states on the device need weights and gradients there too: the update then runs on the device without any
     transfer. Every other combination is legal.
     """
 
@@ -57,29 +57,31 @@ class UnitPlan:
     gradients: Tier
     states: Tier
     policy: Policy = "recompute"
-    """What forward saves. ``keep``: all that autograd would. ``recompute``: the arguments, from which the block runs
-    again in backward. ``select``: beside them results of matrix products and attention, which are not made again."""
+    """What forward saves. ``keep``: all that autograd would save. ``recompute``: the arguments, from which the block
+    runs again in backward. ``select``: the arguments and results of matrix products and attention; backward runs the
+    block again without computing these results."""
     activations: Tier = "device"
-    """Where what is saved rests until backward."""
+    """Tier on which saved activations rest until backward."""
     saved_bytes: int = 0
-    """Room for what one call saves, on host or disk. A call that saves more is recomputed."""
+    """Room on host or disk for what one call saves. A call that saves more is recomputed."""
     update: Literal["host", "device"] = "host"
-    """Who updates states in host memory: worker threads, or the device, through which they then pass. Weights and
-    gradients may then not live on disk. States on the device are updated there, those on disk on the host."""
+    """Where states in host memory are updated: by worker threads on the host, or by the device, through which they then
+    pass. With ``device`` neither weights nor gradients may live on disk. States on the device are always updated there,
+    states on disk on the host."""
     early: bool = False
-    """Update inside backward, as soon as the last gradient is there, into a second home of states and weights. That
-    takes over when ``step()`` finds that nothing came between. Needs promised ``accumulation_steps``."""
+    """Update inside backward, as soon as the last gradient is there, into second homes of states and weights. These
+    become the first ones if ``step()`` asks for the same update. Needs a promise of ``accumulation_steps``."""
     partition: Partition = "replicate"
-    """Over which ranks weights are cut. ``replicate``: each has all. ``node``: those of one machine have them together.
-    ``world``: all ranks have. Where these are one rank, it has all."""
+    """Ranks over which weights are cut. ``replicate``: each rank has all. ``node``: the ranks of one machine have them
+    together. ``world``: all ranks have them together. If that is a single rank, it has all."""
     gather: Gather = "link"
-    """How weights that are cut come together. ``link``: each rank brings its part to the device, and there they are
-    exchanged. So all ranks visit the same units. ``host``: the ranks of a machine share one copy in host memory, from
-    which each fetches whole units, whichever it visits."""
+    """How cut weights come together. ``link``: each rank brings its part to the device, and the devices exchange them;
+    so all ranks must visit the same units. ``host``: the ranks of a machine share one copy in host memory, and each
+    fetches whole units from it, whichever it visits."""
 
     @property
     def is_updated_on_host(self) -> bool:
-        """Whether worker threads update it."""
+        """Whether worker threads update the unit."""
         return self.states != "device" and self.update == "host"
 
     def __post_init__(self) -> None:
@@ -156,14 +158,26 @@ class UnitPlan:
 class Pool:
     """Equal slots on one tier that units take turns in.
 
-    Kinds: ``weights`` (a unit's weights layout, fetched), ``bucket`` (device; gradients of one backward pass),
-    ``received`` (device; with several ranks, what all of them have sent for one rank's run), ``sums`` (device; where
-    that is added up, if the sum rests in host memory), ``scratch`` (device;
-    blocks of an update there), ``staging`` (device; all that an update of states from host memory needs there),
-    ``activations`` (device: what forward saved, back for backward; host: on its way from or to disk), ``new_weights``
-    (host; trainable weights after an update whose home is elsewhere), ``states`` (host; states whose home is disk, all
-    of a unit), ``gradients`` (host; accumulated gradients whose home is elsewhere), ``landing`` (host; a bucket on its
-    way to be accumulated).
+    Kinds on the device:
+
+    * ``weights``: fetched weights of a unit, in the weights layout.
+    * ``bucket``: gradients of one backward pass.
+    * ``received``: with several ranks, what all of them have sent for one rank's run.
+    * ``sums``: room to add that up on the device, if the sum rests in host memory.
+    * ``scratch``: blocks of an update on the device.
+    * ``staging``: all that an update on the device of states from host memory needs.
+    * ``activations``: what forward saved, brought back for backward.
+    * ``temporary``: tensors that an update makes and drops. It is counted, but no memory is taken beforehand.
+
+    Kinds on the host:
+
+    * ``weights``: weights on their way from or to disk.
+    * ``new_weights``: trainable weights after an update, if their home is elsewhere.
+    * ``states``: all states of a unit, if their home is disk.
+    * ``gradients``: accumulated gradients, if their home is elsewhere.
+    * ``landing``: a bucket on its way to be accumulated.
+    * ``activations``: what forward saved, on its way from or to disk.
+    * ``temporary``: as on the device.
     """
 
     tier: Tier
@@ -184,43 +198,44 @@ class Pool:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of all slots together."""
         return self.slot_bytes * self.num_slots
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Described):
-    """Where bytes live and when they move. It never changes the result."""
+    """Where bytes live and when they move. A plan never changes the result."""
 
     what: ClassVar[str] = "plan"
 
     precision: Precision
     units: tuple[UnitPlan, ...]
-    """The root first, then in module order."""
+    """Plans of all units: the root first, then in module order."""
     pools: tuple[Pool, ...]
     prefetch_depth: int
-    """So many visits ahead of its use a fetch can begin, where slots allow; fewer visits may save fetches."""
+    """Number of visits before its use at which a fetch can begin, where slots allow. Fewer may save fetches."""
     last_updated_first: int = 0
-    """``step()`` begins with the updates of so many units at the end of forward, the last one first: their gradients
-    come home first. The others follow in the order of their next use."""
+    """Number of units at the end of forward whose updates ``step()`` begins with, the last unit first, since their
+    gradients come home first. The others follow in the order of their next use."""
     kept_updated_first: bool = True
-    """``step()`` begins with the units whose states are still in the slots through which they went to disk: these are
-    not read again. False: they come in their turn. By then most slots are taken, and most states are read."""
+    """Whether ``step()`` begins with the units whose states are still in the slots through which they went to disk, so
+    that these are not read again. False: they come in their turn. Most slots are taken by then, so most are read."""
     accumulation_steps: int | None = None
     """Micro-batches per step if promised, else None: any number."""
     micro_batches_in_unit: int = 1
-    """Pieces in which units run a batch. It rounds otherwise than the whole, so who obeys the plan asks for it, too."""
+    """Number of pieces in which units run a batch. Pieces round differently than the whole batch, so a caller that
+    obeys the plan must ask for the same number."""
     kept_bytes: int = 0
-    """Device bytes, beside the plan's own, in which calls of units with policy ``recompute`` may keep their activations
-    instead. A call that finds no room there is recomputed."""
+    """Device bytes, in addition to the plan's own, in which calls of units with policy ``recompute`` may keep their
+    activations instead. A call that finds no room there is recomputed."""
     workspace_bytes: int = 0
-    """Device bytes, beside those that the plan lists by unit and pool, that activations and workspace of the largest
-    micro-batch take at most; 0: not known."""
+    """Most device bytes that activations and workspace of the largest micro-batch take, in addition to those that the
+    plan lists by unit and pool; 0: not known."""
     plain: bool = False
-    """Everything rests on the device in the form in which autograd makes it: gradients are autograd's own tensors, and
-    a call that keeps its activations is the module's own forward."""
+    """True if everything rests on the device in the form in which autograd makes it: gradients are autograd's own
+    tensors, and a call that keeps its activations is the module's own forward."""
     tier_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Tier -> bytes that this plan takes there. Informative; recomputed when the plan is used."""
+    """Tier -> bytes that this plan takes there. Informative only; recomputed when the plan is used."""
     version: int = PLAN_VERSION
 
     def __post_init__(self) -> None:
@@ -249,7 +264,7 @@ class Plan(Described):
 
     @property
     def rests_on_device(self) -> bool:
-        """Whether nothing moves."""
+        """Whether everything rests on the device, so that nothing moves."""
         whole = all(u.partition == "replicate" for u in self.units)
         return whole and all(u.weights == u.gradients == u.states == u.activations == "device" for u in self.units)
 
@@ -258,7 +273,7 @@ class Plan(Described):
         """Read a plan from JSON text.
 
         Raises:
-            ConfigError: Not JSON, a missing or unknown key, a wrong value.
+            ConfigError: The text is not JSON, a key is missing or unknown, or a value is wrong.
         """
         data = cls._fields_in(text, where)
         for name, kind in {"units": UnitPlan, "pools": Pool}.items():

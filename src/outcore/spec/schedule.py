@@ -1,4 +1,4 @@
-"""A schedule: what one training step does, in order, and what waits for what. Data, as text too."""
+"""A schedule: the operations of one training step in order, and what each waits for. Plain data with a text form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Phase(enum.Enum):
 
     FORWARD = "forward"
     INFERENCE = "inference"
-    """Without gradients: evaluation, generation."""
+    """A forward without gradients: evaluation, generation."""
     BACKWARD = "backward"
 
 
@@ -24,7 +24,7 @@ ROOT = 0
 
 
 class Visit(NamedTuple):
-    """Compute reaches a unit: its weights must be on the device."""
+    """One use of a unit by compute, for which its weights must be on the device."""
 
     phase: Phase
     unit: int
@@ -63,15 +63,15 @@ Kind = Literal[
     "save",
     "wait",
 ]
-"""What the names of operations begin with; those of lanes are named so at run time, too.
+"""First words of the names of operations. Operations on lanes have the same names at run time.
 
-``gradients of`` on compute puts them into the unit's bucket; on d2h it is their way to the host. ``update early`` runs
-inside backward. ``stage``, ``states of`` and ``new weights of`` go to an update on the device and come from there.
-``activations of`` takes what a forward saved off the device, ``bring activations of`` takes it back.
-``bring gradients of`` takes sums to the device, where those of all ranks are added.
-``exchange gradients of``, ``gather weights of`` (new ones), ``all-gather weights of`` (into a slot) and ``wait for
-readers of`` are between ranks. ``read old weights of`` is for updates that start from them.
-``wait`` is the host's: what is behind it in the row is not submitted before.
+``gradients of`` on compute puts gradients into the unit's bucket; on d2h it takes them to the host. ``update early``
+runs inside backward. ``stage`` brings an update on the device what it needs; ``states of`` and ``new weights of`` take
+its results home. ``activations of`` takes what a forward saved off the device, ``bring activations of`` brings it back.
+``bring gradients of`` takes sums to the device, where the gradients of all ranks are added to them.
+``exchange gradients of``, ``gather weights of`` (new weights), ``all-gather weights of`` (into a slot) and ``wait for
+readers of`` run between ranks. ``read old weights of`` serves updates that start from the weights.
+``wait`` is done by the host: operations that follow it in the order of submission are submitted only when it is over.
 """
 
 
@@ -79,7 +79,7 @@ class Access(NamedTuple):
     """Bytes [start, stop) of a home or a slot."""
 
     where: str
-    """Its name: ``states of model.layers.3``, ``bucket slot 2 of 8192 bytes on device``."""
+    """Name of the home or slot: ``states of model.layers.3``, ``bucket slot 2 of 8192 bytes on device``."""
     start: int
     stop: int
 
@@ -88,55 +88,55 @@ class Operation(NamedTuple):
     """One operation of a lane, or of compute."""
 
     lane: str
-    """``compute``, a lane's name (``h2d``, ``update``), or ``host``. Each runs its operations in this order."""
+    """``compute``, a lane's name (``h2d``, ``update``), or ``host``. Each runs its operations in schedule order."""
     kind: Kind
     unit: str
-    """Name; "" for the root."""
+    """Name of the unit; "" for the root."""
     nbytes: int
-    """What it writes; between ranks, what it gets from others; 0 for forward and backward."""
+    """Bytes that it writes, or between ranks, that it gets from others; 0 for forward and backward."""
     after: tuple[int, ...]
-    """Indices of operations that come first, ascending. Negative ones count from the end of the step before."""
+    """Indices of operations that must come first, ascending. Negative ones count from the end of the step before."""
     slot: int | None = None
-    """Where fetched or read weights go: the index among all slots for weights on that tier, smallest first."""
+    """Slot for fetched or read weights: an index among all slots for weights on that tier, smallest first."""
     evicts: str | None = None
-    """The unit whose weights were in the slot."""
+    """Unit whose weights were in the slot."""
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
 
     @property
     def name(self) -> str:
-        """``fetch model.layers.3``: comparable with the names in a measured ``Timeline``."""
+        """A name such as ``fetch model.layers.3``, comparable with the names in a measured ``Timeline``."""
         return f"{self.kind} {self.unit or 'root'}"
 
     @property
     def link(self) -> str | None:
-        """What it shares with other lanes that move bytes the same way: ``host to device``; None: nothing."""
+        """Route that its lane shares with other lanes, such as ``host to device``; None: it shares nothing."""
         return None if self.lane in (COMPUTE, HOST) else Lane(self.lane).route
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """One training step among equal ones: it begins when the updates of the step before have been submitted.
+    """One training step in a row of equal ones. It begins when the updates of the step before have been submitted.
 
-    Where slots keep states from disk, the units that need not be read change from step to step; the rest does not.
+    One thing differs from step to step: if slots keep states from disk, which units' states need not be read.
     """
 
     operations: tuple[Operation, ...]
-    """In the order of submission. Compute and every lane are queues; between them only ``after`` orders."""
+    """Operations in the order of submission. Compute and every lane are queues; between them only ``after`` orders."""
     held_device: tuple[str | None, ...] = ()
-    """Whose weights each device slot holds when the step begins: of units that the step before did not change."""
+    """Unit whose weights each device slot holds when the step begins, if the step before did not change them."""
     held_host: tuple[str | None, ...] = ()
-    """The same of host slots for weights on disk."""
+    """The same for host slots for weights on disk."""
 
     def moved_bytes(self) -> dict[str, int]:
-        """Lane -> bytes written in a step."""
+        """Return lane -> bytes of its operations in a step."""
         total: dict[str, int] = {}
         for op in self.operations:
             total[op.lane] = total.get(op.lane, 0) + op.nbytes
         return total
 
     def to_text(self) -> str:
-        """A line per operation: index, lane, name, bytes, slot with the unit evicted from it, what it comes after."""
+        """Return one line per operation: index, lane, name, bytes, slot, evicted unit, and what it comes after."""
         rows = [_cells(i, op) for i, op in enumerate(self.operations)]
         widths = [max((len(cell) for cell in column), default=0) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

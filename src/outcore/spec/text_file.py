@@ -1,4 +1,4 @@
-"""Plain data as JSON text, in files that people read and edit: plans, machines."""
+"""Plain data as JSON text in files that people read and edit: plans and machines."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from outcore.core.errors import ConfigError
 
 
 class Described(ABC):
-    """A dataclass that is kept as JSON text."""
+    """Base of dataclasses that are kept as JSON text."""
 
     what: ClassVar[str]
-    """Names it in errors."""
+    """Its name in error messages."""
 
     def to_json(self) -> str:
-        """As JSON text, stable from run to run."""
+        """Return it as JSON text, the same in every run."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"  # type: ignore[call-overload]
 
     @classmethod
     @abstractmethod
     def from_json(cls, text: str, *, where: str) -> Self:
-        """Read JSON text. Args: where: Begins messages."""
+        """Read JSON text. Args: where: Beginning of error messages."""
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, replacing the file at once.
+        """Write it as JSON, replacing the file atomically.
 
         Raises:
             ConfigError: The file cannot be written.
@@ -44,7 +44,7 @@ class Described(ABC):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` wrote or a person edited.
+        """Read a file that ``save`` wrote, or that a person edited since.
 
         Raises:
             ConfigError: The file cannot be read, or holds something else.
@@ -57,10 +57,10 @@ class Described(ABC):
 
     @classmethod
     def _fields_in(cls, text: str, where: str) -> dict[str, Any]:
-        """The values of its fields, as JSON has them.
+        """Return the values of its fields as they are in the JSON text.
 
         Raises:
-            ConfigError: Not JSON, a missing or unknown key.
+            ConfigError: The text is not JSON, or a key is missing or unknown.
         """
         try:
             data = json.loads(text)
@@ -70,10 +70,10 @@ class Described(ABC):
 
 
 def fields_of(kind: type, data: object, where: str) -> dict[str, Any]:
-    """Check the keys of a JSON object against a dataclass.
+    """Check the keys of a JSON object against the fields of a dataclass. Returns a copy of the object.
 
     Raises:
-        ConfigError: It is no object, or a key is missing or unknown.
+        ConfigError: The data is not a JSON object, or a key is missing or unknown.
     """
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: expected a JSON object, but got {type(data).__name__}")

@@ -1,8 +1,8 @@
 """A timeline: what every lane did and when, predicted or measured, and what compute waited for.
 
-[Note: busy and exposed] A lane is busy while an operation of its runs. Compute is busy inside its spans, except while
-it waits; the time that it waits is *exposed*, under the lane of the operation that it waits for. So compute's busy and
-all exposed seconds together are the wall time, up to what runs outside of model and optimizer.
+[Note: busy and exposed] A lane is busy while one of its operations runs. Compute is busy inside its spans, except while
+it waits. The time that it waits is *exposed*, and counts for the lane of the operation that it waits for. So compute's
+busy seconds and all exposed seconds add up to the wall time, except for what runs outside of model and optimizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outcore.core.errors import ConfigError
 
 COMPUTE = "compute"
 HOST = "host"
-"""The thread that submits; what it does itself is in no row."""
+"""The thread that submits operations; its own work has no row."""
 LANES = (
     COMPUTE,
     *("h2d", "write_back", "d2h"),
@@ -30,7 +30,7 @@ WRITES_TO_DISK = ("disk_write", "states_write")
 _WAITS = "waits"
 TIMELINE_VERSION = 1
 TRACE_BEGINNING = '{"displayTimeUnit": "ms", "traceEvents": ['
-"""How the text of every ``to_trace`` begins."""
+"""Beginning of the text that ``to_trace`` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Span:
 
     lane: str
     name: str
-    """As the operation is named: ``fetch model.layers.3``."""
+    """Name of the operation: ``fetch model.layers.3``."""
     start_s: float
     end_s: float
     nbytes: int = 0
-    """What it moves, or updates: the bytes that it writes."""
+    """Bytes that it moves or updates: those that it writes."""
 
     @property
     def duration_s(self) -> float:
@@ -53,16 +53,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans in the order of their starts; seconds since some common moment."""
+    """Spans in the order of their starts. All times are seconds since one common moment."""
 
     spans: tuple[Span, ...]
-    """What lanes and compute did. Spans of compute may lie within one another: ``forward`` around those of units."""
+    """Operations of lanes and compute. Spans of compute may be nested: ``forward`` contains those of units."""
     waits: tuple[Span, ...] = ()
-    """When compute waited, under lane and name of the operation that it waited for."""
+    """Waits of compute, with lane and name of the operation that it waited for."""
 
     @property
     def start_s(self) -> float:
-        """When the first span begins."""
+        """Start of the first span or wait."""
         return min((s.start_s for s in (*self.spans, *self.waits)), default=0.0)
 
     @property
@@ -71,7 +71,7 @@ class Timeline:
         return max((s.end_s for s in (*self.spans, *self.waits)), default=0.0) - self.start_s
 
     def busy_s(self) -> dict[str, float]:
-        """Lane -> seconds in which it worked. See [Note: busy and exposed]."""
+        """Return lane -> seconds in which it worked. See [Note: busy and exposed]."""
         waits = _union(self.waits)
         found = {}
         for lane in self.lanes():
@@ -80,28 +80,28 @@ class Timeline:
         return found
 
     def exposed_s(self) -> dict[str, float]:
-        """Lane -> seconds that compute waited for it. See [Note: busy and exposed]."""
+        """Return lane -> seconds that compute waited for it. See [Note: busy and exposed]."""
         return {lane: _length(_union(s for s in self.waits if s.lane == lane)) for lane in self.lanes()}
 
     def explained_s(self) -> float:
-        """Seconds in which compute worked or waited."""
+        """Return the seconds in which compute worked or waited."""
         return _length(_union((*(s for s in self.spans if s.lane == COMPUTE), *self.waits)))
 
     def moved_bytes(self) -> dict[str, int]:
-        """Lane -> bytes of its operations."""
+        """Return lane -> bytes of its operations."""
         return {lane: sum(s.nbytes for s in self.spans if s.lane == lane) for lane in self.lanes()}
 
     def lanes(self) -> tuple[str, ...]:
-        """All lanes, in the order of rows; those that ``LANES`` does not know come last."""
+        """Return all lanes in the order of rows; those that are not in ``LANES`` come last."""
         others = sorted({s.lane for s in (*self.spans, *self.waits)} - set(LANES))
         return (*LANES, *others)
 
     def between(self, start_s: float, end_s: float) -> Timeline:
-        """What overlaps a window, cut to it; bytes are counted where an operation ends."""
+        """Return what overlaps a window, cut to it. Bytes of an operation count if it ends inside the window."""
         return Timeline(_cut(self.spans, start_s, end_s), _cut(self.waits, start_s, end_s))
 
     def to_json(self) -> str:
-        """The timeline as JSON text."""
+        """Return the timeline as JSON text."""
         rows = {
             "spans": [list(dataclasses.astuple(s)) for s in self.spans],
             _WAITS: [list(dataclasses.astuple(s)) for s in self.waits],
@@ -113,7 +113,7 @@ class Timeline:
         """Read what ``to_json`` wrote.
 
         Raises:
-            ConfigError: Anything else.
+            ConfigError: The text is anything else.
         """
         try:
             data = json.loads(text)
@@ -127,7 +127,10 @@ class Timeline:
         return cls(spans, waits)
 
     def to_trace(self) -> str:
-        """Chrome's trace format, which ui.perfetto.dev and chrome://tracing show: a row per lane, in microseconds."""
+        """Return the timeline in Chrome's trace format, with a row per lane and times in microseconds.
+
+        ui.perfetto.dev and chrome://tracing show it.
+        """
         rows = [(COMPUTE, COMPUTE, self._on(self.spans, COMPUTE)), (_WAITS, _WAITS, self.waits)]
         rows += [(lane, lane, self._on(self.spans, lane)) for lane in self.lanes() if lane != COMPUTE]
         events: list[Mapping[str, Any]] = [_meta("process_name", 0, name="outcore")]
@@ -171,7 +174,7 @@ _Intervals = list[tuple[float, float]]
 
 
 def _union(spans: Iterable[Span]) -> _Intervals:
-    """Disjoint intervals that cover the same moments, in order."""
+    """Return disjoint intervals that cover the same moments, in order."""
     found: _Intervals = []
     for start_s, end_s in sorted((s.start_s, s.end_s) for s in spans):
         if found and start_s <= found[-1][1]:
@@ -186,7 +189,7 @@ def _length(intervals: _Intervals) -> float:
 
 
 def _overlap(one: _Intervals, other: _Intervals) -> float:
-    """Seconds that lie in both."""
+    """Return the seconds that lie in both."""
     total_s, j = 0.0, 0
     for start_s, end_s in one:
         while j < len(other) and other[j][1] <= start_s:

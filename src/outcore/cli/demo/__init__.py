@@ -1,1 +1,1 @@
-"""``outcore demo``: the plain loop, the streamed one, and what sizes they have."""
+"""``outcore demo``: the plain loop, the streamed one, and the sizes of their model."""

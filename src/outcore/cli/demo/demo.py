@@ -1,4 +1,4 @@
-"""``outcore demo``: train over all three tiers, then compute whether that changed the result."""
+"""``outcore demo``: train over all three tiers, then check whether that changed the result."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ Pair = tuple[LlamaForCausalLM, StreamedOptimizer]
 
 
 def _prepared(device: str | None, folder: Path, size: Mapping[str, int]) -> AbstractContextManager[Pair]:
-    """The demo's model with budgets that force every tier into use. Args: size: Of a model that fits in time."""
+    """Prepare the demo's model under budgets that use every tier. Args: size: Sizes chosen by ``--fit``, else empty."""
     model = plain_loop.build(seed=0, **size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plain_loop.LR)
     budget = budget_of(sum(p.numel() for p in model.parameters()), folder)
@@ -142,7 +142,7 @@ def _prepared(device: str | None, folder: Path, size: Mapping[str, int]) -> Abst
         pair = outcore.prepare(model, optimizer, sample=batch, budget=budget, precision=PRECISION, device=device)
     except (DiskError, UnsupportedError) as error:  # nothing has run yet: folder or device were a wrong choice
         raise ConfigError(str(error)) from error
-    return cast("AbstractContextManager[Pair]", pair)  # there is no optimizer only where none was given
+    return cast("AbstractContextManager[Pair]", pair)  # the optimizer is None only where none was given
 
 
 def _refuse_ranks() -> None:
@@ -155,7 +155,7 @@ def _refuse_ranks() -> None:
 
 
 def _disk_folder(wanted: Path | None) -> Path:
-    """The folder that was asked for, or the first of a few that can serve the disk tier."""
+    """Return the folder that was asked for, or the first of a few that can serve the disk tier."""
     reasons = []
     for folder in (wanted,) if wanted else usual_folders():
         try:
@@ -174,7 +174,7 @@ def _streamed(
     steps: int,
     micro_batches: int,
 ) -> Iterator[tuple[float, float]]:
-    """The loop of ``plain_loop.train`` as a user of outcore writes it."""
+    """Run the loop of ``plain_loop.train`` as a user of outcore writes it."""
     device = next(model.parameters()).device
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, plain_loop.warm_up_and_decay(steps))
     for _ in range(steps):
@@ -221,7 +221,7 @@ def _sample(model: LlamaForCausalLM, device: torch.device, num_tokens: int) -> s
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Of a short streamed run with the plain loop: what is equal, bit for bit, and how long each took."""
+    """A short streamed run compared with the plain loop: what is equal, bit for bit, and how long each took."""
 
     steps: int
     equal_losses: int
@@ -229,7 +229,7 @@ class Comparison:
     tensors: int
     equal_tensors: int
     plain_step_s: float
-    """Median of the steps, which a slow first one does not move."""
+    """Median of the steps, which a slow first step does not move."""
     streamed_step_s: float
 
     @property
@@ -245,7 +245,7 @@ class Comparison:
         )
 
     def speeds(self) -> str:
-        """Both loops' speeds, and their ratio."""
+        """Describe both loops' speeds and their ratio."""
         tokens = COMPARED_MICRO_BATCHES * plain_loop.BATCH_SIZE * plain_loop.SEQUENCE
         plain_s, streamed_s = self.plain_step_s, self.streamed_step_s
         return (
@@ -256,7 +256,7 @@ class Comparison:
 
 
 def _timed(steps: Iterator[tuple[float, float]]) -> tuple[list[tuple[float, float]], float]:
-    """What every step yields, and the median of their seconds."""
+    """Return what every step yields, and the median of the steps' seconds."""
     got, seconds = [], []
     start = time.perf_counter()
     for values in steps:

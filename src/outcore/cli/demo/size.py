@@ -19,7 +19,7 @@ from outcore.spec.model import Precision
 
 MOST_S = 180.0
 BESIDE = 60
-"""The comparison with the plain loop, the sample and the loss on unseen text take about as long as so many steps."""
+"""Steps that take about as long as the comparison with the plain loop, the sample and the loss on unseen text."""
 # Per parameter: weight, accumulated gradient, master weight (for fp32 the weight itself) and two moments.
 STATE_BYTES = 2 + 4 + 4 + 8 if plain_loop.DTYPE == torch.bfloat16 else 4 + 4 + 8
 PRECISION: Precision = "bf16" if plain_loop.DTYPE == torch.bfloat16 else "fp32"
@@ -38,18 +38,18 @@ class Fitting(NamedTuple):
     step_s: float
 
     def run_s(self, steps: int) -> float:
-        """Of a whole demo."""
+        """Return the predicted seconds of a whole demo."""
         return self.step_s * (steps + BESIDE)
 
 
 def budget_of(num_params: int, folder: Path) -> Budget:
-    """So little that every tier is used."""
+    """Return a budget so small that every tier is used."""
     nbytes = STATE_BYTES * num_params
     return Budget(device=int(DEVICE_FRACTION * nbytes), host=int(HOST_FRACTION * nbytes), disk=folder)
 
 
 def largest(steps: int, device: str | None, folder: Path) -> Fitting:
-    """The largest model that trains so many steps in time; the smallest one, if none does.
+    """Return the largest model that trains so many steps in time; the smallest one, if none does.
 
     Raises:
         ConfigError: No times are predicted.
@@ -83,7 +83,7 @@ def _params(shape: Sequence[int]) -> int:
 
 
 def sample() -> dict[str, torch.Tensor]:
-    """A batch of the demo."""
+    """Return a batch of the demo."""
     ids = torch.zeros(plain_loop.BATCH_SIZE, plain_loop.SEQUENCE, dtype=torch.long, device="cpu")
     return {"input_ids": ids, "labels": ids}
 

@@ -1,4 +1,4 @@
-"""``outcore plan``: whether a model fits a machine, how fast it would train there, what binds, and what lost."""
+"""``outcore plan``: whether a model fits a machine, how fast it trains there, what binds, and why other plans lost."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ from outcore.spec.timeline import WRITES_TO_DISK
 from outcore.together import among, fastest, of_a_node, sharings_over_links
 
 _DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
-"""Of a machine's memory, where no option says otherwise: the rest is for the driver and for other programs."""
+"""Default budgets as shares of a machine's memory: the rest is for the driver and for other programs."""
 _MOST_TOKENS, _MOST_MICRO_BATCHES, _MOST_RANKS = 2**26, 2**10, 2**14
-"""More would take minutes and gigabytes to plan for, and nobody trains so."""
+"""Limits of a question: more would take minutes and gigabytes to plan for, and no real run is so large."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked, as the command line has it."""
+    """A question to the planner, as the command line puts it."""
 
     model: str
     hardware: str | None
-    """None: this machine."""
+    """File or names of parts; None: this machine."""
     batch_size: int
     seq_len: int
     grad_accum: int
@@ -75,7 +75,7 @@ class Question:
     host_memory: str | None
     disk_size: str | None
     optim: str = "adamw_torch"
-    """As training arguments name it."""
+    """The optimizer, as training arguments name it."""
     master_format: str = "fp32"
     lora: int | None = None
     """Rank of adapters; None: all weights are trained."""
@@ -83,7 +83,7 @@ class Question:
     load_in_8bit: bool = False
     nodes: int = 1
     gpus_per_node: int = 1
-    """Ranks of a node. Batch and device memory are those of one, host memory and disk those of a node."""
+    """Ranks of a node. Batch and device memory are those of one rank, host memory and disk those of a node."""
 
     def __post_init__(self) -> None:
         tokens, ranks = self.batch_size * self.seq_len, self.nodes * self.gpus_per_node
@@ -97,12 +97,12 @@ class Question:
 
     @property
     def ranks(self) -> Ranks:
-        """That train together."""
+        """The ranks that train together."""
         return Ranks(self.nodes, self.gpus_per_node)
 
     @property
     def quantization(self) -> Quantization | None:
-        """Of the base. Raises: ConfigError: It cannot be quantised so."""
+        """How the base is quantised; None: it is not. Raises: ConfigError: It cannot be quantised so."""
         return quantization_of(in_4bit=self.load_in_4bit, in_8bit=self.load_in_8bit, has_adapters=self.lora is not None)
 
 
@@ -113,13 +113,13 @@ class Answer:
     question: Question
     setting: Setting
     found: Found
-    """Its plan is what a run with the same budgets would follow."""
+    """What the search found. Its plan is the one that a run with the same budgets would follow."""
     sending: Sending | None = None
     """Which activations leave the device."""
     guess: str = ""
-    """Why the model was not followed, where it was not."""
+    """Why the model could not be followed on shapes; empty if it could."""
     over: Callable[..., Iterable[Any]] = field(default=map, compare=False)
-    """As of ``answer``."""
+    """See ``answer``."""
 
     @property
     def hardware(self) -> Hardware:
@@ -128,7 +128,7 @@ class Answer:
 
     @property
     def limits(self) -> Limits:
-        """Budgets."""
+        """The budgets of one rank."""
         return self.setting.limits
 
     @property
@@ -138,23 +138,23 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted."""
+        """Predicted tokens per second of all ranks together."""
         step_s = self.found.simulation.step_s
         return self.setting.tokens / step_s if step_s else 0.0
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """What would help most, where others can be searched as this one was."""
+        """The changes that would help most; none if the model could not be followed on shapes."""
         over = self.over if self.over is map else functools.partial(self.over, before=self._all_else)
         return () if self.guess else best_changes(self.setting, self.found, over=over)
 
     def _all_else(self) -> None:
-        """Work out what is said beside the changes."""
+        """Work out what is shown besides the changes."""
         _ = self.loads, self.least, self.found.bound, self.found.simulation.timeline
 
     @cached_property
     def loads(self) -> tuple[Load, ...]:
-        """What is in use on which tier when, as predicted."""
+        """What is predicted to be in use on each tier over time."""
         job, visits, plan = self.setting.job(), usual_visits(self.spec, self.setting.micro_batches), self.run
         footprint, circumstances = self.setting.profile.footprint, Circumstances(clips=job.clipping)
         steps = [] if footprint is None else footprint.alive(plan.units)
@@ -164,15 +164,15 @@ class Answer:
 
     @cached_property
     def run(self) -> Plan:
-        """The plan with the activations that there is room to keep."""
+        """The plan as it runs: with the activations that there is room to keep."""
         plan, footprint = self.found.plan, self.setting.profile.footprint
-        if plan.plain:  # slots are there for nothing
+        if plan.plain:  # nothing would use its slots
             plan = dataclasses.replace(plan, pools=pools_for(self.spec, plan.units, LEAST))
         return plan if footprint is None else as_run(plan, footprint.saved, plan.kept_bytes)
 
     @cached_property
     def least(self) -> Least:
-        """The least budgets that would do."""
+        """The least budgets that would suffice."""
         job = self.setting.job()
         within = job.within(job.ways[0])
         found = least(self.spec, within.limits, within.activations)
@@ -185,43 +185,43 @@ class Answer:
 
     @property
     def policies(self) -> Counter[tuple[str, str]]:
-        """(What forward saves, where it rests) -> units."""
+        """(Policy, tier where activations rest) -> number of units."""
         return Counter((unit.policy, unit.activations) for unit in self.run.units[1:])
 
     def ways(self) -> list[dict[str, str | int]]:
-        """The same as data."""
+        """Return ``policies`` as data."""
         return [{"policy": policy, "rest_on": tier, "units": count} for (policy, tier), count in self.policies.items()]
 
     def peak_bytes(self) -> dict[Tier, int]:
-        """Tier -> the most that is in use at once by one rank."""
+        """Return, by tier, the most bytes that one rank has in use at once."""
         return {tier: peak_of([load for load in self.loads if load.tier == tier]) for tier in TIERS}
 
     def of_node(self, nbytes: Mapping[Tier, int], *, all_tiers: bool = False) -> dict[Tier, int]:
-        """What ranks of a node take together. Args: nbytes: Of one rank. all_tiers: Else of tiers that they share."""
+        """Return what ranks of a node take together. Args: nbytes: Of one rank. all_tiers: Sum up devices, too."""
         count = self.setting.ranks.per_node
         return {tier: (count if all_tiers or tier != "device" else 1) * n for tier, n in nbytes.items()}
 
     @property
     def written_bytes(self) -> float:
-        """To the disk of a node, per step."""
+        """Bytes written to the disk of a node per step."""
         moved = self.moved_bytes()
         return self.setting.ranks.per_node * sum(moved[lane] for lane in WRITES_TO_DISK)
 
     def received_bytes(self) -> dict[str, float]:
-        """Lane between ranks -> bytes that one rank gets from others per step."""
+        """Return, by lane between ranks, the bytes that one rank receives from others per step."""
         moved = self.moved_bytes()
         return {lane.value: moved[lane.value] for lane in RANK_LANES}
 
     def moved_bytes(self) -> dict[str, float]:
-        """Lane -> bytes per step of one rank."""
+        """Return, by lane, the bytes that one rank moves per step."""
         return self._per_step(self.found.simulation.timeline.moved_bytes())
 
     def busy_s(self) -> dict[str, float]:
-        """Lane -> seconds per step, of lanes that work."""
+        """Return, by lane, the busy seconds per step, without lanes that are never busy."""
         return {lane: s for lane, s in self._per_step(self.found.simulation.timeline.busy_s()).items() if s}
 
     def exposed_s(self) -> dict[str, float]:
-        """Lane -> seconds per step that compute waits for it."""
+        """Return, by lane, the seconds per step that compute waits, without lanes that it never waits for."""
         return {lane: s for lane, s in self._per_step(self.found.simulation.timeline.exposed_s()).items() if s}
 
     def _per_step(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -233,11 +233,11 @@ def answer(question: Question, over: Callable[..., Iterable[Any]] = map) -> Answ
 
     Args:
         question: What is asked.
-        over: As ``map``: may work several things out at once.
+        over: Like ``map``, but may work out several items at once.
 
     Raises:
         ConfigError: An option that cannot be used.
-        PlanInfeasibleError: It does not fit; says what would do.
+        PlanInfeasibleError: The model does not fit; the error says what would do.
     """
     is_there = os.path.lexists(Path(question.model).expanduser())
     known = None if is_there else next((each for each in known_models() if each.name == question.model), None)
@@ -248,7 +248,7 @@ def answer(question: Question, over: Callable[..., Iterable[Any]] = map) -> Answ
 def answer_for(
     question: Question, source: ModelSource, hardware: Hardware, over: Callable[..., Iterable[Any]] = map
 ) -> Answer:
-    """The same for a model that was found. Raises: as ``answer``."""
+    """Answer for a model and a machine that were found already. Raises: As ``answer``."""
     precision = _precision(question.precision)
     limits = _limits(question, hardware)
     source = source.quantised(question.quantization, has_adapters=question.lora is not None)
@@ -263,7 +263,7 @@ def answer_for(
 
 
 def machine_for(question: Question) -> Hardware:
-    """The machine that was named, or this one with the drives that were measured last. Raises: ConfigError: None."""
+    """Return the machine that was named, or this one with the drives measured last. Raises: ConfigError: No machine."""
     here = _Machine(usual_device(), has_host_memory=False, activation_share=0.0)
     found = hardware_for(question.hardware, here, None, may_measure=True)
     if found is None:
@@ -275,7 +275,7 @@ def machine_for(question: Question) -> Hardware:
 
 
 class _Machine(NamedTuple):
-    """Of a device that need not be here, what a plan depends on beside rates."""
+    """What a plan depends on besides rates, of a device that this machine need not have."""
 
     torch_device: torch.device
     has_host_memory: bool
@@ -283,7 +283,7 @@ class _Machine(NamedTuple):
 
     @classmethod
     def of(cls, hardware: Hardware) -> Self:
-        """Shapes are followed with the kernels of a device that is here."""
+        """Return the facts of a machine. Shapes are followed with the kernels of a device of this machine."""
         is_accelerator = bool(hardware.device.runs_ahead)
         here = usual_device() if is_accelerator else torch.device("cpu")
         return cls(here, not is_accelerator, ACCELERATOR_SHARE if is_accelerator else 0.0)
@@ -295,7 +295,7 @@ class _Asking:
     def __init__(self, question: Question, cut: Partition, hardware: Hardware, limits: Limits) -> None:
         self._question, self._cut, self._hardware, self._limits = question, cut, hardware, limits
         self._machine, self._guess = _Machine.of(hardware), ""
-        # As in a run of outcore train: TRL, if it is there, works losses out in tiles.
+        # As in a run of outcore train: TRL, if it is installed, computes losses in tiles.
         makes_logits = find_spec("trl") is None
         self._loop = Loop(question.grad_accum, clips=question.clipping, is_promised=True, makes_logits=makes_logits)
         self._profile_of = functools.cache(self._profile)
@@ -331,7 +331,7 @@ class _Asking:
         return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess, over=over)
 
     def _placed(self, options: Options, timed: Timed) -> Placed:
-        """The plan of a run; of several ranks also how they have weights."""
+        """Return the plan of a run; for several ranks, also choose how they share weights."""
 
         def make(cut: Partition, own: Timed) -> tuple[Plan, Placed]:
             placed = Planner(cut, options, self._machine, self._limits, own).placed()
@@ -345,7 +345,7 @@ class _Asking:
 
     @cached_property
     def _times(self) -> dict[str, UnitTimes]:
-        """Of units over the batch that was asked for, as far as they run on the machine that is here."""
+        """Measured times of units over the batch that was asked for; empty if this machine cannot measure them."""
         cut, where, sample = self._cut, self._machine.torch_device, self._sample(self._question.batch_size)
         if not runs_here(cut, self._hardware, where):
             return {}
@@ -357,7 +357,7 @@ class _Asking:
         return {**token_batch(batch_size, self._question.seq_len), "use_cache": False}
 
     def _profile(self, batch_size: int) -> Profile:
-        """Followed on shapes; a model that cannot be is told by its parameters alone."""
+        """Follow the model on shapes; if that is impossible, estimate its work from its parameters alone."""
         cut, sample, device = self._cut, self._sample(batch_size), self._machine.torch_device
         autocast = torch.autocast(device.type, torch.float16, enabled=cut.spec.precision == "fp16")  # as a run has it
         try:
@@ -381,7 +381,7 @@ def _precision(name: str) -> Precision:
 
 
 def _limits(question: Question, hardware: Hardware) -> Limits:
-    """Of a rank: budgets as they are given, else a share of what the machine has, divided among ranks of a node."""
+    """Return the budgets of one rank: as given, else shares of the machine, divided among the ranks of a node."""
 
     def given(text: str | None, flag: str, default: float) -> int:
         nbytes = int(default) if text is None else parse_bytes(text, what=flag)

@@ -19,31 +19,31 @@ from outcore.planning.homes.reservations import tier_bytes
 from outcore.spec.plan import TIERS, Tier
 
 MOST = 5
-"""Models that are planned for: the largest that fit."""
+"""How many models are planned for: the largest that fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fits:
-    """What a machine trains."""
+    """The models that a machine trains."""
 
     question: Question
     machine: str
     answers: Sequence[tuple[Known, Answer]]
     """The largest first."""
     too_large: Sequence[Known]
-    """Larger than these."""
+    """Models larger than these, which do not fit."""
 
 
 def fits(question: Question, known: Sequence[Known]) -> Fits:
-    """Plan for the largest that fit.
+    """Plan for the largest models that fit.
 
     Args:
-        question: Its model is each of these in turn.
-        known: At least one; the largest first.
+        question: What is asked of each model. Its own model is ignored.
+        known: At least one model; the largest first.
 
     Raises:
         ConfigError: An option that cannot be used.
-        PlanInfeasibleError: None fits.
+        PlanInfeasibleError: No model fits.
     """
     found: list[tuple[Known, Answer]] = []
     too_large: list[Known] = []
@@ -61,7 +61,7 @@ def fits(question: Question, known: Sequence[Known]) -> Fits:
 
 
 def _none_fits(known: Sequence[Known], error: PlanInfeasibleError) -> PlanInfeasibleError:
-    """Args: error: Of the smallest."""
+    """Args: error: The error of the smallest model."""
     return PlanInfeasibleError(
         f"--fit: expected a machine that trains one of {len(known)} known models, but even {known[-1].name} does not "
         f"fit:\n{error}",
@@ -71,7 +71,7 @@ def _none_fits(known: Sequence[Known], error: PlanInfeasibleError) -> PlanInfeas
 
 
 def to_text(found: Fits) -> str:
-    """A table."""
+    """Return a table of the models."""
     heads = ("model", "parameters", "step", "tokens/s", "binds", "activations", *TIERS)
     rows = [heads, *(_row(known, answer) for known, answer in found.answers)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
@@ -116,7 +116,7 @@ def _too_large(found: Fits) -> Iterator[str]:
 
 
 def to_json(found: Fits) -> str:
-    """The same as data."""
+    """Return the models as JSON."""
     asked = {name: value for name, value in dataclasses.asdict(found.question).items() if name != "model"}
     facts: dict[str, Any] = {
         **asked,

@@ -1,4 +1,4 @@
-"""What ``outcore plan --html`` writes: the answer as data, and beside it what draws it. Nothing is loaded."""
+"""The page that ``outcore plan --html`` writes: the answer as data, and the script that draws it. It loads nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _LANES = {
     "gather": "exchanges new weights",
     "link": "puts cut weights together",
 }
-"""What each does."""
+"""What each lane does."""
 _EFFORTS = {1: "an option of the run", 2: "a part that is added", 3: "a part that is replaced", 4: "another device"}
 
 
@@ -64,8 +64,8 @@ def write_page(answer: Answer, path: Path) -> None:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The whole file as text."""
-    # Inside a script only an end tag ends it.
+    """Return the whole file as text."""
+    # An end tag inside the data would end the script.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     found = _asset("page.html")
     title = html.escape(f"outcore plan: {data['model']} on {data['machine']}")
@@ -79,7 +79,7 @@ def _asset(name: str) -> str:
 
 
 def facts_of(answer: Answer) -> dict[str, Any]:
-    """All that the page shows."""
+    """Return all that the page shows."""
     asked, simulation = answer.question, answer.found.simulation
     return {
         "model": _short(asked.model),
@@ -113,7 +113,7 @@ def facts_of(answer: Answer) -> dict[str, Any]:
 
 
 def _short(model: str) -> str:
-    """A file's folder says more than ``config.json``."""
+    """Shorten a model's name. A file's folder says more than ``config.json``."""
     path = Path(model)
     return (path.parent.name or path.name) if path.name == "config.json" else path.name if path.exists() else model
 
@@ -168,7 +168,7 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str, str]]:
 
 
 def _about(nbytes: float) -> str:
-    """Three digits."""
+    """Format bytes with three digits."""
     number, unit = format_bytes(int(nbytes)).split(" ")
     return f"{float(f'{float(number):.3g}'):g} {unit}"
 
@@ -218,7 +218,7 @@ def _homes_text(answer: Answer) -> str:
 
 
 def _timeline(answer: Answer) -> dict[str, Any]:
-    """Spans as rows of numbers: lane, kind, unit, start, length, bytes."""
+    """Return the timeline. Spans are rows of numbers: lane, kind, unit, start, length, bytes."""
     simulation = answer.found.simulation
     timeline, start_s = simulation.timeline, simulation.timeline.start_s
     lanes = [lane for lane in timeline.lanes() if any(span.lane == lane for span in timeline.spans)]

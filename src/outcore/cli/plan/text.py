@@ -19,8 +19,8 @@ _DAY_S = 86400.0
 
 
 def to_text(found: Answer) -> str:
-    """For people: what is predicted, where everything lives, what lost and why."""
-    helps = list(_helps(found))  # first: others may work on it meanwhile
+    """Return the answer as text: what is predicted, where everything lives, and which plans lost and why."""
+    helps = list(_helps(found))  # first: a second process may share this work while the rest is worked out
     rows = [*_facts(found), *_memory(found), *_runners_up(found), *helps]
     width = max(len(name) for name, _ in rows)
     lines = (f"{name:<{width}}  {value}".rstrip() for name, value in rows)
@@ -66,7 +66,7 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
 
 
 def order_texts(plan: Plan) -> Iterator[str]:
-    """How its order of the updates differs from the usual one."""
+    """Say how the plan's order of updates differs from the usual one."""
     if plan.last_updated_first:
         yield f"updates begin with the last {plan.last_updated_first} units, whose gradients come first"
     if not plan.kept_updated_first:
@@ -84,7 +84,7 @@ def _activations(answer: Answer) -> Iterator[tuple[str, str]]:
 
 
 def received_text(answer: Answer) -> str:
-    """What one rank gets from the others in a step."""
+    """Say what one rank receives from the others in a step."""
     named = {"reduce": "gradients", "gather": "new weights", "link": "weights"}
     found = answer.received_bytes()
     return ", ".join(f"{format_bytes(int(found[lane]))} of {what}" for lane, what in named.items() if found[lane])
@@ -121,7 +121,7 @@ def _wear(answer: Answer) -> str:
 
 
 def drive_life(answer: Answer) -> str:
-    """How long the drive lasts, if that is known."""
+    """Say how long the drive lasts; empty if that is not known."""
     disk = answer.hardware.disk
     if disk is None or not disk.endurance_bytes or not answer.written_bytes:
         return ""
@@ -137,7 +137,7 @@ def _runners_up(answer: Answer) -> Iterator[tuple[str, str]]:
 
 
 def to_json(answer: Answer) -> str:
-    """The same as data."""
+    """Return the answer as JSON."""
     found, disk = answer.found, answer.hardware.disk
     endurance = disk.endurance_bytes if disk is not None and answer.written_bytes else 0.0
     facts: dict[str, Any] = {

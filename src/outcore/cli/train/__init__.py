@@ -1,1 +1,1 @@
-"""``outcore train``: fine-tuning and pre-training from the command line, on TRL's SFTTrainer."""
+"""``outcore train`` and ``outcore dpo``: training from the command line, on TRL's SFTTrainer and DPOTrainer."""

@@ -1,11 +1,12 @@
 """The processes of one command: rank 0 tells the others what it found and chose, and speaks for all.
 
-[Note: who speaks] A mistake in the command goes wrong on all ranks, and is said once. Rank 0 says what went wrong, and
-then notes in the store that it has. Another rank that only follows (ranks have lost one another, or rank 0 has failed)
-or that finds a mistake before training begins looks there: it ends with the same status and says nothing. Other errors
-before training a library may raise on all ranks: it waits a little. What goes wrong in training it says itself.
+[Note: who speaks] A mistake in the command is an error on all ranks, and is reported once. Rank 0 reports its error,
+then notes in the store that it has. Another rank looks there if its error only follows from another's (ranks have lost
+one another, or rank 0 has failed) or is a mistake found before training begins: the rank then ends with the same status
+and prints nothing. Any other error before training may be one that a library raises on all ranks: the rank waits a
+little for the note. An error in training it reports itself.
 
-Light until there are several: a typing mistake must not wait for torch.
+This module imports little until there are several ranks: a typing mistake must not wait for torch.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.core.ranks import is_of_other_rank, launched
 
 _LOOK_S = 0.05
-"""Between two looks into the store."""
+"""Seconds between two looks into the store."""
 _PATIENCE_S, _LITTLE_S = 60, 3
-"""Until a rank that failed takes it that rank 0 did not; until the others are taken to be gone."""
+"""Seconds to wait for ranks that should answer, and for ranks that may be gone or may have nothing to say."""
 _PIECE_BYTES = 4 * 2**20
 """The most that is put into the store at once: it takes no values of more than 8 MiB."""
 _OWN_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable of a launcher that has the store."""
+"""Environment variable of a launcher that holds the store itself."""
 _SAID, _HEARD, _TOLD, _CAME = "outcore/said", "outcore/heard/", "outcore/told/", "outcore/came/"
 
 
 class SaidElsewhereError(OutcoreError):
-    """Rank 0 failed, and says why."""
+    """Rank 0 failed, and reports why."""
 
     def __init__(self, status: int) -> None:
         super().__init__("expected a run that goes on, but rank 0 said why it does not")
@@ -48,15 +49,15 @@ class Crew:
     """One process, or this one among several. See [Note: who speaks]."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
-        """Args: store: Of all."""
+        """Args: store: The store that all ranks share."""
         self.rank, self.size = rank, size
         self.has_begun = False
-        """Of another rank than 0: it trains, and what goes wrong may do so there alone."""
+        """On ranks other than 0: whether training has begun, after which an error may be this rank's alone."""
         self._store, self._num_told = store, 0
 
     @classmethod
     def join(cls) -> Self:
-        """Those that a launcher started, if any. Blocks until all are there.
+        """Join the processes that a launcher started, if any. Blocks until all are there.
 
         Raises:
             ConfigError: A launcher that does not say where they meet, or fewer GPUs than ranks.
@@ -79,7 +80,10 @@ class Crew:
         return self.rank == 0
 
     def gather(self) -> None:
-        """All have in memory what they import: before, nobody knows what is free. Rank 0 waits for them, a while."""
+        """Let rank 0 wait, for a while, until all ranks have imported their libraries: only then is free memory known.
+
+        Other ranks do not wait.
+        """
         if self.size > 1:
             keys = [f"{_CAME}{rank}" for rank in range(self.size)]
             self._store.set(keys[self.rank], "")
@@ -87,7 +91,7 @@ class Crew:
                 self._wait(keys, _PATIENCE_S)
 
     def leave(self) -> None:
-        """The run is over on this rank."""
+        """End this rank's part in the run."""
         if self.size > 1:
             from torch import distributed
 
@@ -95,7 +99,7 @@ class Crew:
                 distributed.destroy_process_group()
 
     def tell(self, value: Any) -> None:
-        """Of rank 0: let the others go on with a value."""
+        """On rank 0: let the others go on with a value."""
         if self.size > 1:
             text, key = pickle.dumps(value), self._next()
             pieces = [text[first : first + _PIECE_BYTES] for first in range(0, len(text), _PIECE_BYTES)]
@@ -104,7 +108,7 @@ class Crew:
             self._store.set(key, str(len(pieces)))
 
     def hear(self) -> Any:
-        """What rank 0 tells next.
+        """Return what rank 0 tells next.
 
         Raises:
             SaidElsewhereError: Rank 0 failed.
@@ -124,17 +128,17 @@ class Crew:
         return value
 
     def has_said(self, status: int, error: Exception) -> None:
-        """Of rank 0: it said why the run ends. If the store ends with its process, the others come first."""
+        """On rank 0: note that it said why the run ends. If the store ends with its process, wait for the others."""
         with suppress(RuntimeError):
             self._store.set(_SAID, str(status))
             self.tell(_Failed(status))
             heard = [f"{_HEARD}{rank}" for rank in range(1, self.size)]
             if os.environ.get(_OWN_STORE) != "True":
-                self.leave()  # a library's barrier, in which others may wait for this rank, ends with it
+                self.leave()  # this ends a library's barrier in which others may wait for this rank
                 self._wait(heard, _LITTLE_S if is_of_other_rank(error) else _PATIENCE_S)
 
     def told(self, error: Exception) -> int | None:
-        """Of another rank: the status with which rank 0 ended, if it speaks for this one. Args: error: Of this rank."""
+        """On another rank: return rank 0's exit status, if that speaks for this one. Args: error: This rank's error."""
         if isinstance(error, SaidElsewhereError):
             return error.status
         status = None
@@ -160,7 +164,7 @@ class Crew:
         return f"{_TOLD}{self._num_told}"
 
     def _wait(self, keys: list[str], patience_s: float = math.inf) -> bool:
-        """Returns: whether they came to be there. Signals are obeyed meanwhile, as they are not in the store's wait."""
+        """Wait for keys. Returns: Whether all came. Signals are obeyed meanwhile, unlike in the store's own wait."""
         end_s = time.monotonic() + patience_s
         while not self._store.check(keys):
             if time.monotonic() > end_s:
@@ -170,4 +174,4 @@ class Crew:
 
 
 ALONE = Crew()
-"""No launcher."""
+"""The crew without a launcher."""

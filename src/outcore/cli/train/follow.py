@@ -1,4 +1,4 @@
-"""A rank of a run beside rank 0: it trains along, and writes its part of checkpoints. Rank 0 does all else."""
+"""Any rank of a run but rank 0: it trains along, and writes its part of checkpoints. Rank 0 does all else."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from outcore.cli.train.settings.run_settings import Settings
 
 
 class Todo(NamedTuple):
-    """What rank 0 tells when all is ready."""
+    """What rank 0 tells the others to do when all is ready."""
 
     checkpoint: Path | None = None
-    """To go on from."""
+    """The checkpoint to go on from; None: the run is new."""
     trains: bool = True
     evaluates: bool = False
-    """The evaluation behind the last step is to be made up for."""
+    """Whether the evaluation after the last step is to be made up for."""
 
 
 def follow_train(settings: Settings, crew: Crew) -> None:
-    """Train along.
+    """Train along with rank 0.
 
     Raises:
         SaidElsewhereError: Rank 0 failed.
@@ -47,7 +47,7 @@ def follow_train(settings: Settings, crew: Crew) -> None:
                 trainer.evaluate_again(todo.checkpoint)
             if todo.trains:
                 trainer.train(resume_from_checkpoint=None if todo.checkpoint is None else str(todo.checkpoint))
-                crew.hear()  # of a folder for the model
+                crew.hear()  # rank 0 has made a folder for the model
                 outcore.save_pretrained(trainer.model, settings.out)
         finally:
             crew.has_begun = preemption.has_begun
@@ -55,7 +55,7 @@ def follow_train(settings: Settings, crew: Crew) -> None:
 
 
 def preemption_of(job: Job, out: Path) -> Preemption:
-    """What signals do to a run. Args: out: That its checkpoints are written to."""
+    """Make the handler of signals to a run. Args: out: The folder that its checkpoints are written to."""
     settings = job.settings
     first_s = partial(seconds_to_write, out, job.checkpoint_bytes())
     return Preemption(Saves(every_minutes=settings.save_every_minutes, first_s=first_s), settings.grace)

@@ -37,17 +37,17 @@ from outcore.spec.plan import TIERS, Plan, Tier
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """What a run trains and evaluates on."""
+    """The data that a run trains and evaluates on."""
 
     training: Data
     evaluation: Data | None
 
     @classmethod
     def load(cls, settings: Settings, cache: Path) -> Self:
-        """Load and check it, and say what was left out.
+        """Load and check the data, and warn of what was left out.
 
         Raises:
-            ConfigError: It cannot be used, or the two are of different kinds.
+            ConfigError: Data cannot be used, or training and evaluation data are of different kinds.
         """
         method, evaluation = settings.method, None
         training = load_data(settings.data, flag="--data", cache=cache, method=method)
@@ -73,9 +73,9 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
     model: Planned
     reference: Planned | None
-    """A frozen copy of the model, where the method wants one."""
+    """A frozen copy of the model, if the method wants one."""
     args: Any
-    """The Trainer's. No others may be made while a run goes: making them resets what Accelerate shares."""
+    """The Trainer's arguments. No others may be made during a run: making them resets what Accelerate shares."""
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -111,12 +111,12 @@ class Job:
 
     @property
     def plans(self) -> tuple[Planned, Planned | None]:
-        """For the other ranks."""
+        """The plans of the model and its reference, for the other ranks."""
         return self.model.untimed(), None if self.reference is None else self.reference.untimed()
 
     @classmethod
     def told(cls, settings: Settings, plans: tuple[Planned, Planned | None]) -> Self:
-        """The same for another rank. Args: plans: Of rank 0. Raises: ConfigError: The model cannot be found here."""
+        """Make another rank's job. Args: plans: Of rank 0. Raises: ConfigError: The model cannot be found here."""
         source, tokenizer = _found(settings)
         model, reference = plans
         return cls(
@@ -129,7 +129,7 @@ class Job:
         )
 
     def again(self, **changes: Any) -> Self:
-        """Plan with other settings while the run goes: no random number is drawn. Raises: as ``of``."""
+        """Plan with other settings during a run, without advancing its random numbers. Raises: As ``of``."""
         with torch.random.fork_rng(devices=[]):
             return self._planned(dataclasses.replace(self.settings, **changes), self.args, self.source, self.tokenizer)
 
@@ -137,7 +137,7 @@ class Job:
         """Load and check what the run trains on.
 
         Raises:
-            ConfigError: It cannot be used, or not with this tokenizer.
+            ConfigError: The data cannot be used, or not with this tokenizer.
         """
         data = RunData.load(self.settings, cache)
         if data.training.is_conversational and self.tokenizer.chat_template is None:
@@ -150,17 +150,17 @@ class Job:
 
     @property
     def taken(self) -> Mapping[Tier, int]:
-        """Bytes on each tier, those of the reference included; of host and disk those of all ranks on this node."""
+        """Bytes on each tier, with those of the reference; on host and disk, those of all ranks on this node."""
         planned = [self.model, *([] if self.reference is None else [self.reference])]
         return {tier: sum(p.taken[tier] for p in planned) for tier in TIERS}
 
     def expected(self) -> Expected:
-        """What the plan comes to."""
+        """Return the bytes that the plan takes and the times that are predicted for it."""
         steps = self.model.predicted
         return Expected(self.taken, Comparison(None if steps is None else PredictedStep.of(steps)))
 
     def plan_table(self) -> str:
-        """Who owns how many bytes on each tier."""
+        """Return a table of the bytes that each owner has on each tier."""
         table, ranks = plan_table(self.model.spec, self.model.plan), self.model.num_ranks
         if ranks > 1:
             table = f"of each of {ranks} ranks:\n{table}"
@@ -172,8 +172,8 @@ class Job:
         """Tokenize the data and put everything together. The model's weights are read when training begins.
 
         Args:
-            data: To train and evaluate on.
-            followers: Are told what the Trainer does, in this order.
+            data: The data to train and evaluate on.
+            followers: Callbacks of the Trainer, called in this order.
 
         Raises:
             ConfigError: The data cannot be used with these settings.
@@ -228,13 +228,13 @@ class Job:
         ).model
 
     def written_bytes(self) -> int:
-        """The least that the run writes: the model or its adapters, and if it saves any, a checkpoint."""
+        """Return the least that the run writes: the model or its adapters, and a checkpoint if it saves any."""
         settings = self.settings
         saves = settings.training["save_strategy"] != "no" or settings.save_every_minutes is not None
         return self._model_bytes() + (self.checkpoint_bytes() if saves or settings.replan else 0)
 
     def checkpoint_bytes(self) -> int:
-        """Of one: the model or its adapters, and their states."""
+        """Return the size of one checkpoint: the model or its adapters, and their states."""
         names, units = ("master", CODES, *self.model.spec.state_names), self.model.spec.units
         states = [state for unit in units for state in lay_out_states(unit, names, is_compact=True).values()]
         of_rank = sum(part.nbytes for state in states for part in state.parts)
@@ -246,7 +246,7 @@ class Job:
         return sum(p.weight_bytes for p in (all_params if self.settings.lora is None else trained))
 
     def _planned_budget(self, planned: Planned, kept_bytes: int = 0) -> Budget:
-        """What the plan takes: what was free when it was made may be less by now. Args: kept_bytes: Of activations."""
+        """Return what the plan takes; less may be free now than when it was made. Args: kept_bytes: Of activations."""
         taken, disks = planned.taken, self.settings.budget.disk
         device = taken["device"] + kept_bytes
         if disks is None:
@@ -282,7 +282,7 @@ def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budg
             activations=settings.activations,
             hardware=settings.hardware,
             sample=None if args.max_length is None else _largest_batch(settings, args),
-            # The Trainer asks for a norm in any case, but only one that clips makes an update in backward worthless.
+            # The Trainer always asks for a norm, but only a norm that clips rules out updates inside backward.
             loop=Loop(
                 micro_batches, clips=args.max_grad_norm > 0, is_promised=True, makes_logits=not scores_in_tiles()
             ),
@@ -293,7 +293,7 @@ def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budg
 
 
 def _refuse_replan(settings: Settings, args: Any) -> None:
-    """Raise where there is nothing to compare steps with."""
+    """Raise if the other settings leave nothing to replan from or to compare steps with."""
     if not settings.replan:
         return
     if settings.plan is not None or settings.hardware == NO_TIMES:
@@ -331,7 +331,7 @@ def _refuse_activations(settings: Settings, args: Any) -> None:
 
 
 def _largest_batch(settings: Settings, args: Any) -> Mapping[str, Any]:
-    """That may come."""
+    """Return the largest batch that may come."""
     rows = args.per_device_train_batch_size * settings.method.rows_per_example
     return {**token_batch(rows, args.max_length), "use_cache": False}
 

@@ -1,6 +1,6 @@
-"""What a run trains for: one of TRL's trainers, with its settings, its data and its measures. Light until asked.
+"""What a run trains for: one of TRL's trainers, with its settings, its data and its metrics.
 
-Everything else about a run is the same for all of them.
+Everything else about a run is the same for all methods. TRL is only imported when a method is asked for its classes.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class Method(ABC):
     """A way of training."""
 
     command: ClassVar[str]
-    """Of ``outcore``."""
+    """The command of ``outcore`` that trains so."""
     metrics: ClassVar[tuple[str, ...]]
     """What an evaluation measures; the auxiliary loss is that of mixtures of experts."""
     kinds: ClassVar[tuple[Kind, ...]]
-    """Rows it can train on; where a row could be several, the first counts."""
+    """Kinds of rows that it can train on; if a row could be several, the first counts."""
     has_reference: ClassVar[bool]
-    """A frozen copy of the model runs beside it, unless adapters can be switched off instead."""
+    """Whether a frozen copy of the model runs beside it, unless adapters can be switched off instead."""
 
     rows_per_example: ClassVar[int]
-    """Rows that go through the model for one of the data."""
+    """Rows that go through the model for one row of the data."""
 
     @abstractmethod
     def config_class(self) -> Any:
-        """TRL's class of settings."""
+        """Return TRL's class of settings."""
 
     @abstractmethod
     def trainer_class(self) -> Any:
-        """TRL's trainer out of core."""
+        """Return TRL's trainer, made to train out of core."""
 
     @final
     def arguments(self, out: str, training: Mapping[str, Any]) -> Any:
-        """TRL's settings as an object. Transformers refuses the name of an optimizer that is ours when it is made."""
+        """Make TRL's settings. The name of outcore's own optimizer is set later, since Transformers would refuse it."""
         from outcore.integrations.optimizers import MUON
 
         own = {"optim": MUON} if training.get("optim") == MUON else {}
@@ -55,7 +55,7 @@ class Method(ABC):
         return made
 
     def fitted(self, training: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-        """Settings that follow from the data where the user left them open."""
+        """Return settings together with those that the user left open and that follow from the data."""
         return dict(training)
 
     def read_row(self, where: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -68,7 +68,7 @@ class Method(ABC):
 
     @abstractmethod
     def misfit(self, fields: Mapping[str, Any]) -> str | None:
-        """What was expected, what was found and what to do, of a row for another method; None: it is not known."""
+        """Say what was expected, what was found and what to do if a row is for another method; None: it is for none."""
 
 
 @final
@@ -82,25 +82,25 @@ class FineTuning(Method):
     rows_per_example = 1
 
     def config_class(self) -> Any:
-        """TRL's class of settings."""
+        """Return TRL's class of settings."""
         from trl import SFTConfig
 
         return SFTConfig
 
     def trainer_class(self) -> Any:
-        """TRL's trainer out of core."""
+        """Return TRL's trainer, made to train out of core."""
         from outcore.cli.train.loop.trainer import SftTrainer
 
         return SftTrainer
 
     def fitted(self, training: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-        """Plain text is packed: it has no turns that a cut could spoil."""
+        """Pack plain text: it has no turns that a cut could spoil."""
         if kind != "text" or not training.get("packing", True):
             return dict(training)
         return {**training, "packing": True, "packing_strategy": training.get("packing_strategy", "wrapped")}
 
     def misfit(self, fields: Mapping[str, Any]) -> str | None:
-        """Preferences say which of two answers is better, so there is no single one to learn."""
+        """Explain rows of preferences: they say which of two answers is better, so there is no single one to learn."""
         if any(fields.get(key) is None for key in _JUDGED):
             return None
         return (
@@ -124,23 +124,23 @@ class Preferences(Method):
     rows_per_example = 2  # both answers at once
 
     def config_class(self) -> Any:
-        """TRL's class of settings."""
+        """Return TRL's class of settings."""
         from trl import DPOConfig
 
         return DPOConfig
 
     def trainer_class(self) -> Any:
-        """TRL's trainer out of core."""
+        """Return TRL's trainer, made to train out of core."""
         from outcore.cli.train.loop.trainer import DpoTrainer
 
         return DpoTrainer
 
     def read_row(self, where: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The prompt may stand in both answers instead of beside them."""
+        """Put the prompt beside the answers, if both begin with it instead."""
         return with_prompt(where, fields)
 
     def misfit(self, fields: Mapping[str, Any]) -> str | None:
-        """A single answer cannot be preferred to another."""
+        """Explain rows with a single answer: it cannot be preferred to another."""
         found = next((key for key in ("messages", "completion", "text") if fields.get(key) is not None), None)
         if found is None or any(key in fields for key in _JUDGED):
             return None

@@ -1,7 +1,7 @@
 """``--replan``: a better plan for a run whose steps take longer or shorter than predicted.
 
-The machine is measured, and plans are made for it, while the old plan still stands. Only for a better one the run stops
-behind a checkpoint and goes on from it, as ``--resume`` does. If the new plan cannot begin, the old one goes on there.
+The machine is measured, and plans are made for it, while the old plan still stands. Only for a better plan does the run
+stop after a checkpoint and go on from it, as ``--resume`` does. If the new plan cannot begin, the old one goes on.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from outcore.core.errors import OutcoreError
 from outcore.probe.kept import Machine
 
 _WORTH = 0.03
-"""A plan that is predicted to be faster by less is not worth stopping for."""
+"""The share of step time that another plan must be predicted to save to be worth stopping for."""
 _NO_MEMORY = ("out of memory", "allocate memory")
-"""As PyTorch says it, with a RuntimeError."""
+"""Words with which PyTorch's RuntimeErrors report a lack of memory."""
 
 
 def may_fail_so(error: Exception) -> bool:
-    """Whether another plan may fail so, and the run go on without it. Anything else is a bug, and is raised."""
+    """Return whether another plan may fail so, and the run go on without it. Anything else is a bug, to be raised."""
     is_full = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
     return is_full or isinstance(error, OutcoreError | OSError | MemoryError | torch.OutOfMemoryError)
 
 
 @final
 class Replanning:
-    """Another plan for a run."""
+    """Looks for a better plan for a run."""
 
     def __init__(self, job: Job, console: Console, output: OutputFolder) -> None:
-        """Args: job: As it was planned."""
+        """Args: job: The run as it was planned."""
         self._job, self._console, self._output = job, console, output
         self.jobs: tuple[Job, ...] = ()
-        """The run with a better plan, and as it was. Empty: there is none."""
+        """The run with a better plan, and then as it was; empty if there is no better plan."""
         self.step = 0
-        """At which the run stopped for it."""
+        """The step at which the run stopped for a better plan."""
         self.skipped = 0
-        """Steps until then that made no update."""
+        """Steps up to that one that made no update."""
 
     def is_better(self, step: int) -> bool:
-        """Measure the machine again, and look for a plan that is worth stopping for at a step."""
+        """Measure the machine again, and return whether there is a plan that is worth stopping for at this step."""
         try:
             old, new = self._planned()
             self._output.refuse_full(new.written_bytes())
@@ -65,7 +65,7 @@ class Replanning:
         return True
 
     def _planned(self) -> tuple[Job, Job]:
-        """The plan of the run and the best one, both with times of the machine as it is now."""
+        """Return the run with its plan and with the best one, both with times of the machine as it is now."""
         settings, path = self._job.settings, self._output.path / HARDWARE
         disks = tuple(map(Path, settings.budget.paths))
         Machine(settings.device, disks).measure("quick", is_kept=False).hardware.save(path)

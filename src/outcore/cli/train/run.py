@@ -42,7 +42,7 @@ _REFUSALS = (ValueError, TypeError, LookupError, RuntimeError, ImportError, OSEr
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What stays the same whichever plan it has."""
+    """The parts of a run that stay the same when its plan changes."""
 
     terminal: Terminal
     data: RunData
@@ -58,8 +58,8 @@ def run_train(settings: Settings, crew: Crew = ALONE) -> None:
     """Train as the settings say, or with ``dry_run`` only say what would be done.
 
     Args:
-        settings: Of the run.
-        crew: This process is its first; the others train along.
+        settings: Settings of the run.
+        crew: The ranks of the run. This process is the first of them; the others train along.
 
     Raises:
         ConfigError: A setting, the model or the data cannot be used; nothing is left behind.
@@ -116,10 +116,10 @@ def run_train(settings: Settings, crew: Crew = ALONE) -> None:
 
 
 def _give_freed_memory_back() -> None:
-    """Keep glibc from holding back activations and gradients that were freed: up to a gigabyte, in nobody's budget.
+    """Keep glibc from holding on to freed activations and gradients: up to a gigabyte that no budget counts.
 
-    By itself it raises its thresholds to the largest block that was ever freed, and returns nothing below them. For
-    plans that need the disk only: mapping blocks anew each time may cost a step on the CPU a quarter of its time.
+    By default it raises its thresholds to the largest block that was ever freed, and returns nothing below them. This
+    is only for plans that need the disk: mapping blocks anew each time may add a quarter to a step on the CPU.
     """
     with suppress(AttributeError):  # another C library
         libc = ctypes.CDLL(None)
@@ -129,7 +129,7 @@ def _give_freed_memory_back() -> None:
 
 
 def _dry_run(terminal: Terminal, job: Job, output: OutputFolder, record: RunRecord) -> None:
-    """Do all that comes before training, in a folder of its own."""
+    """Do all that comes before training, in a temporary folder."""
     with tempfile.TemporaryDirectory() as cache:
         data = job.load_data(Path(cache))
         _say(terminal, "Plan", job.plan_table())
@@ -140,7 +140,7 @@ def _dry_run(terminal: Terminal, job: Job, output: OutputFolder, record: RunReco
 
 
 def _train(run: _Run, job: Job) -> bool:
-    """Whether the run came to its end. If not, it stopped behind a checkpoint for another plan."""
+    """Train. Returns: Whether the run came to its end. If not, it stopped after a checkpoint for another plan."""
     with _trainer(run.terminal, job, run.data, run.record, run) as (trainer, length):
         if not _is_over(run, job, trainer, length.steps):
             path = None if run.output.checkpoint is None else run.output.checkpoint.path
@@ -154,7 +154,7 @@ def _train(run: _Run, job: Job) -> bool:
 
 
 def _go_on(run: _Run) -> None:
-    """From the checkpoint of the step at which the run stopped. As it was, if the other plan makes no step."""
+    """Go on with the other plan from the checkpoint at which the run stopped; with the old one if it makes no step."""
     run.preemption.release()
     other, saved, jobs = run.other, run.output.latest(), list(run.other.jobs)
     if saved is None or saved.step != other.step:
@@ -178,7 +178,7 @@ def _go_on(run: _Run) -> None:
 
 
 def _end(run: _Run, job: Job, trainer: Any, skipped: int = 0) -> None:
-    """Args: skipped: Steps without an update that came before this trainer."""
+    """Save the model and describe the run. Args: skipped: Steps without an update that came before this trainer."""
     with run.output.new_model() as folder:
         run.crew.tell(None)
         outcore.save_pretrained(trainer.model, folder)
@@ -190,14 +190,14 @@ def _end(run: _Run, job: Job, trainer: Any, skipped: int = 0) -> None:
 def _trainer(
     terminal: Terminal, job: Job, data: RunData, record: RunRecord, run: _Run | None
 ) -> Iterator[tuple[Any, Length]]:
-    """Tokenize the data, say what it is, and have everything put together while the block runs.
+    """Tokenize the data, describe it, and yield a trainer that ends with the block.
 
     Args:
-        terminal: Where it is said.
-        job: To do.
-        data: To train on.
-        record: Of the run, without its data.
-        run: That the trainer is for; None: it does not train.
+        terminal: Shows the description.
+        job: The trainer's job.
+        data: Data to train on.
+        record: The record of the run, without its data.
+        run: The run that the trainer is for; None: it does not train.
     """
     with terminal.status("Preparing the data"):
         trainer = job.trainer(data, () if run is None else (run.preemption, run.report))
@@ -212,7 +212,7 @@ def _trainer(
 
 
 def _is_over(run: _Run, job: Job, trainer: Any, steps: int) -> bool:
-    """Say what the run goes on with, and whether nothing is left to do."""
+    """Say where the run resumes. Returns: Whether nothing is left to do."""
     terminal, output, resumed = run.terminal, run.output, run.output.checkpoint
     if resumed is None:
         if job.settings.resume:
@@ -248,7 +248,7 @@ def _say_end(run: _Run, job: Job, trainer: Any, skipped: int) -> None:
 
 
 def _changes(record: RunRecord, checkpoint: Checkpoint) -> list[str]:
-    """What is other than in the checkpoint's run and is used from here on, a line each."""
+    """Return what differs from the checkpoint's run and is used from here on, a line each."""
     before = RunRecord.load(checkpoint.path)
     if before is None:
         return [f"its settings are not known: there is no {SETTINGS} in it, and nothing was compared"]
@@ -258,7 +258,7 @@ def _changes(record: RunRecord, checkpoint: Checkpoint) -> list[str]:
 
 @contextmanager
 def _explained(output: OutputFolder) -> Iterator[None]:
-    """Before the run begins an error is a user's mistake; afterwards it says what is left and how to go on."""
+    """Explain errors: before the run begins, one is a user's mistake; later, it says what is left and how to go on."""
     try:
         yield
     except PlanInfeasibleError as error:
@@ -297,7 +297,7 @@ def _what_is_left(output: OutputFolder, how: str = "the same command with --resu
 
 
 def _raised_by(error: BaseException) -> str:
-    """The package whose code raised it."""
+    """Return the package whose code raised an error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
@@ -312,7 +312,7 @@ def _say_items(terminal: Terminal, title: str, items: Mapping[str, str]) -> None
 
 
 def _aligned(items: Mapping[str, str], columns: int | None = None) -> str:
-    """Names and values below one another; values within so many columns, if their words are that short."""
+    """Align names and values in two columns. Lines are wrapped to so many characters, if their words are that short."""
     width = max(len(name) for name in items) + 2
     rows: list[str] = []
     for name, value in items.items():

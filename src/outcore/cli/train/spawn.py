@@ -21,14 +21,14 @@ from outcore.core.ranks import launched
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _UNTIL_KILLED_S = 24 * 3600
-"""Ranks end within --grace by themselves; another signal ends them at once."""
+"""Seconds until the launcher kills ranks. Ranks end within --grace by themselves; another signal ends them at once."""
 
 
 def num_processes(text: str) -> int | None:
-    """How many to start; None: this process is one of them, or alone.
+    """Return how many processes to start; None: this process is one of them, or alone.
 
     Raises:
-        ConfigError: No such number, or a launcher has started another number.
+        ConfigError: Not a positive integer, or a launcher has started another number.
     """
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--nproc: expected a positive integer, but got '{text}'; give the number of ranks")
@@ -42,17 +42,17 @@ def num_processes(text: str) -> int | None:
 
 
 def spawn(count: int, command: Sequence[str]) -> int:
-    """Run a program in so many processes. Signals go to all of them. Returns: the exit status.
+    """Run a program in so many processes. Signals go to all of them. Returns: The exit status.
 
     Args:
-        count: Ranks, all on this machine.
-        command: Behind ``python``.
+        count: Number of ranks, all on this machine.
+        command: Arguments of ``python``.
     """
-    logging.disable(logging.CRITICAL)  # the launcher's own: ranks say what there is to say
+    logging.disable(logging.CRITICAL)  # the launcher's own messages: ranks report what matters
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_UNTIL_KILLED_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    wanted: dict[str, Any] = {"signals_to_handle": ",".join(_SIGNALS)}  # not in every torch
+    wanted: dict[str, Any] = {"signals_to_handle": ",".join(_SIGNALS)}  # options that not every torch has
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -77,7 +77,7 @@ def spawn(count: int, command: Sequence[str]) -> int:
 
 
 def _end_now(left: Collection[psutil.Process]) -> None:
-    """A second signal came while the launcher waited for them."""
+    """End processes that are left because a second signal came while the launcher waited for them."""
     for child in left:
         with suppress(psutil.NoSuchProcess):
             child.terminate()

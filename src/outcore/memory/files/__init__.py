@@ -1,1 +1,1 @@
-"""Files that outlive a run: weights and checkpoints, written durably under locks that a killed process cannot keep."""
+"""Files that outlive a run: weights and checkpoints, written durably, under locks that end with their process."""

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written front to back in blocks, with a checksum of each."""
+"""Files of a checkpoint: written front to back in blocks, with a checksum of each block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STALL_TIMEOUT_S = 600.0
 _EMPTY = Block(0, 0)
 
 Fill = Callable[[int, int, torch.Tensor], None]
-"""Put the bytes [start, stop) of a source into host memory (1D uint8). On several threads at once."""
+"""Puts the bytes [start, stop) of a source into host memory (1D uint8). Called on several threads at once."""
 
 
 class Piece(NamedTuple):
@@ -38,39 +38,39 @@ class Piece(NamedTuple):
     fill: Fill
     sums: list[Block]
     place: int
-    """Of the block, in ``sums``."""
+    """Index of the block in ``sums``."""
 
 
 Files = Mapping[str, tuple[Block, ...]]
-"""Name -> checksums of its blocks."""
+"""Checksums of the blocks of files, by the files' names."""
 
 
 @final
 class CheckpointFile:
-    """A file that is written front to back, in blocks whose checksums are kept. With direct I/O where possible.
+    """A file that is written front to back, in blocks whose checksums are kept. Uses direct I/O where possible.
 
-    Between two writes it is closed: models have more units than a process may have files open.
+    The file is closed between two writes: a model may have more units than a process may have open files.
     """
 
     def __init__(self, path: Path, nbytes: int, pool: BlockPool) -> None:
-        """Args: nbytes: Its final size."""
+        """Write nothing yet. Args: nbytes: Final size of the file."""
         self.path, self.nbytes = path, nbytes
         self._pool = pool
         self._sums: list[Block] = []
         self._written = 0
         self._rest = b""
-        """Of a page that has begun: it is written with what follows, or with the end of the file."""
+        """Bytes of the last, unfinished page. They are written with the next bytes, or at the end of the file."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Of what was written."""
+        """Checksums of the blocks that were written."""
         return tuple(self._sums)
 
     def write(self, nbytes: int, fill: Fill) -> None:
-        """Append. Fast if all that comes before is a multiple of 4 KiB, too.
+        """Append bytes. Fast if the file's length before is a multiple of 4 KiB.
 
         Raises:
-            OSError: The system's.
+            OSError: The system reported an error.
         """
         begin, end = self._written, self._written + nbytes
         self._written = end
@@ -87,12 +87,12 @@ class CheckpointFile:
                 reserve(fd, self.nbytes)
             self._pool.run(partial(self._write, fd, self._rest), pieces)
         except (TimeoutError, ClosedError):
-            is_idle = False  # a thread may still write: its descriptor must not come to mean another file
+            is_idle = False  # a thread may still write, so the descriptor must not be reused for another file
             raise
         finally:
             if is_idle:
                 os.close(fd)
-        if end == self.nbytes and self._rest:  # less than a page, which direct I/O does not take
+        if end == self.nbytes and self._rest:  # direct I/O does not take less than a page
             fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
             try:
                 _write_at(fd, memoryview(self._rest), end - len(self._rest), 1)
@@ -112,7 +112,7 @@ class CheckpointFile:
 
 
 def takes_direct_io(folder: Path) -> bool:
-    """Whether a page can be written there past the page cache: some filesystems only accept the flag."""
+    """Whether a page can really be written past the page cache: some filesystems accept the flag, but no write."""
     path = folder / ".direct"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
@@ -129,7 +129,7 @@ def takes_direct_io(folder: Path) -> bool:
 
 
 def _write_at(fd: int, view: memoryview, offset: int, unit: int) -> None:
-    """Args: unit: Less is never written at a time."""
+    """Write all bytes. Args: unit: A write that stops short is continued at a multiple of it."""
     done = 0
     while done < len(view):
         moved = os.pwrite(fd, view[done:], offset + done)
@@ -144,13 +144,13 @@ class BlockPool:
     """A few threads with a block of host memory each: 16 MiB in all, until ``close``."""
 
     def __init__(self, *, is_direct: bool = True) -> None:
-        """Args: is_direct: Whether files are written past the page cache."""
+        """Start the threads. Args: is_direct: Whether files are written past the page cache."""
         self.is_direct = is_direct
         self._pool: PiecePool[Callable[[], None]] = PiecePool(_NUM_THREADS, name="outcore-checkpoint")
         self._local = threading.local()
 
     def run(self, work: Callable[[Piece, torch.Tensor], None], pieces: Iterable[Piece]) -> None:
-        """Do ``work`` on every piece; return when all are done, or one has failed."""
+        """Do ``work`` on every piece. Returns when all are done, and raises if one has failed."""
         tasks = [partial(self._do, work, piece) for piece in pieces]
         try:
             self._pool.run(lambda task: task(), tasks, stall_timeout_s=STALL_TIMEOUT_S)
@@ -169,13 +169,13 @@ class BlockPool:
 
 
 class PartOfCheckpoint:
-    """Files of this process in a checkpoint that another one has begun, and commits."""
+    """Files of this process in a checkpoint that another process has begun, and commits."""
 
     def __init__(self, path: Path, target: Path, *, is_direct: bool) -> None:
-        """Args: path: The hidden folder. target: What it will be. is_direct: It takes direct I/O.
+        """Args: path: The hidden folder. target: The final folder. is_direct: Whether it takes direct I/O.
 
         Raises:
-            DiskError: It is not there.
+            DiskError: The hidden folder is not there.
         """
         self.path, self.target = path, target
         if not path.is_dir():
@@ -189,14 +189,14 @@ class PartOfCheckpoint:
         return f"checkpoint '{self.target}': expected a folder that can be written"
 
     def error(self, error: OSError) -> OutcoreError:
-        """For the user."""
+        """Turn an error of the system into one for the user."""
         if error.errno == errno.ENOENT and not self.path.is_dir():
             gone = "it was removed meanwhile; if other ranks gave the checkpoint up, theirs say why"
             error = FileNotFoundError(errno.ENOENT, gone)
         return disk_error(self._expected, error)
 
     def create(self, name: str, nbytes: int) -> CheckpointFile:
-        """A file that will have that size. Raises: OutcoreError: It is there: both would be written."""
+        """Begin a file that will have this size. Raises: OutcoreError: A file of this name is being written already."""
         if name in self._files:
             raise OutcoreError(
                 f"checkpoint '{self.target}': expected to save each file once, but '{name}' is being written already; "
@@ -212,24 +212,24 @@ class PartOfCheckpoint:
         return files
 
     def stop(self) -> None:
-        """Write no more. Idempotent."""
+        """Write nothing more. Idempotent."""
         self._pool.close()
 
     def abandon(self) -> None:
-        """Write no more; whoever has begun it removes it. Idempotent."""
+        """Write nothing more; the process that began the checkpoint removes it. Idempotent."""
         self.stop()
 
     def clear(self) -> None:
-        """Write no more, and remove all, since nobody will commit it. Idempotent.
+        """Write nothing more, and remove the whole folder, since it will not be committed. Idempotent.
 
-        Every rank does: what one of them still writes while another one removes is gone when it has done so, too.
+        Every rank calls this: files that one rank still writes while another removes are gone when it has removed, too.
         """
         self.stop()
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def durable(files: Collection[CheckpointFile], folder: Path) -> dict[str, tuple[Block, ...]]:
-    """Sync files; their checksums, by their names in a folder. Raises: OSError."""
+    """Sync files. Returns their checksums, by their names in a folder. Raises: OSError."""
     for file in files:
         sync(file.path)
     return {str(file.path.relative_to(folder)): file.blocks for file in files}

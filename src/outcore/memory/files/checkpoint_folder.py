@@ -1,10 +1,10 @@
-"""A checkpoint's folder: written aside, made whole by one rename, and checked before anybody believes it.
+"""A checkpoint's folder: written aside, made whole by one rename, and checked before it is used.
 
-[Note: one commit] Everything is written into a hidden folder beside the final one and synced; the manifest comes last,
-then one rename, then a sync of the parent. So whoever dies leaves either the whole checkpoint or none. The hidden
-folder is locked (``flock``) while its writer lives; the next writer removes those of the dead. A checkpoint of the same
-name changes places with the new one in one call where the kernel can. Who reads a checkpoint locks it too, and it is
-not removed meanwhile. Where a filesystem has no locks, folders of the dead stay.
+[Note: one commit] Everything is written into a hidden folder beside the final one and synced. The manifest comes last,
+then one rename, then a sync of the parent. So a writer that dies leaves either the whole checkpoint or none. The hidden
+folder is locked (``flock``) while its writer lives; the next writer removes hidden folders of dead ones. An old
+checkpoint of the same name changes places with the new one, in one call where the kernel can do that. Readers lock a
+checkpoint too, and it is not removed meanwhile. Where a filesystem has no locks, folders of dead writers stay.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
 
 _NAMES_SYNCED: set[tuple[int, int]] = set()
-"""Folders whose own names are durable: device and inode."""
+"""Folders whose own names are durable, each by device and inode."""
 
 
 @final
 class UnfinishedCheckpoint(PartOfCheckpoint):
-    """A checkpoint that is being written. ``commit`` makes it one; ``abandon`` leaves nothing."""
+    """A checkpoint that is being written. ``commit`` makes it a checkpoint; ``abandon`` leaves nothing of it."""
 
     def __init__(self, target: Path) -> None:
-        """Make the hidden folder; remove those that dead writers left.
+        """Create the hidden folder; remove those that dead writers left.
 
         Args:
-            target: The folder that it will be; its parent is made if missing.
+            target: The final folder; its parent is created if missing.
 
         Raises:
             DiskError: The parent cannot be written.
@@ -79,14 +79,15 @@ class UnfinishedCheckpoint(PartOfCheckpoint):
         self._files: dict[str, CheckpointFile] = {}
 
     def commit(self, describe: Callable[[Files], Manifest], shared: Sequence[Files] = ()) -> None:
-        """Make everything durable, and the checkpoint one.
+        """Make everything durable, and give the checkpoint its name.
 
         Args:
-            describe: Given all files in the folder with their checksums, also those that others put there.
-            shared: Files of other processes, as their ``PartOfCheckpoint`` has made them durable.
+            describe: Makes the manifest of all files in the folder, with their checksums; other code may have put
+                files there, too.
+            shared: Files of other processes, which their ``PartOfCheckpoint`` has made durable.
 
         Raises:
-            OSError: The system's; an older checkpoint of the name is untouched.
+            OSError: The system reported an error; an older checkpoint of the same name is untouched.
         """
         known = durable(self._files.values(), self.path)
         for files in shared:
@@ -106,12 +107,12 @@ class UnfinishedCheckpoint(PartOfCheckpoint):
         self._end()
 
     def abandon(self) -> None:
-        """Remove everything. Idempotent, from any thread. In a forked child nothing happens: it is the parent's."""
+        """Remove everything. Idempotent, from any thread. A forked child does nothing: the folder is its parent's."""
         if os.getpid() != self._pid:
             return
         with self._ending:
             if self._lock >= 0:
-                self._pool.close()  # first: what is still written would stay behind
+                self._pool.close()  # first: files that are still written would stay behind
                 shutil.rmtree(self.path, ignore_errors=True)
                 self._end()
 
@@ -122,7 +123,7 @@ class UnfinishedCheckpoint(PartOfCheckpoint):
 
 
 def _sync_names_above(folder: Path) -> None:
-    """A name is durable when the folder that it stands in was synced: of this folder, and once of those above."""
+    """Make the name of a folder durable, and once the names of those above, by syncing the folders that hold them."""
     for path in [folder.absolute(), *folder.absolute().parents]:
         state = path.stat()
         try:
@@ -130,7 +131,7 @@ def _sync_names_above(folder: Path) -> None:
         except OSError as error:
             if error.errno in (errno.EIO, errno.ENOSPC):
                 raise
-            # a folder that may not be read, or cannot be synced, was there before
+            # a folder that cannot be read or synced was there before
         if (state.st_dev, state.st_ino) in _NAMES_SYNCED:
             return
         _NAMES_SYNCED.add((state.st_dev, state.st_ino))
@@ -141,9 +142,9 @@ def _aside(target: Path, kind: str) -> Path:
 
 
 def clear_away(parent: Path) -> None:
-    """Remove what dead writers left in a folder of checkpoints; an old one whose name is missing gets it back.
+    """Remove what dead writers left in a folder of checkpoints. An old checkpoint that lost its name gets it back.
 
-    What cannot be removed is left to the next one: nobody takes it for a checkpoint.
+    Folders that cannot be removed are left to the next writer: they are never taken for checkpoints.
     """
     for path in sorted(parent.glob(".*")):
         match = _ASIDE.fullmatch(path.name)
@@ -155,13 +156,15 @@ def clear_away(parent: Path) -> None:
 
 
 def remove(path: Path) -> bool:
-    """Remove a checkpoint: its name goes first, so that nobody ever takes a part for the whole. A link goes alone.
+    """Remove a checkpoint. Its name goes first, so that a part is never taken for the whole.
+
+    Of a symbolic link, only the link is removed.
 
     Returns:
-        Whether it is gone. Not if somebody reads it, or has removed it already.
+        Whether it is gone. False if it is being read.
 
     Raises:
-        DiskError: It cannot be removed.
+        DiskError: The checkpoint cannot be removed.
     """
     aside = _aside(path, "partial")
     try:
@@ -180,14 +183,14 @@ def remove(path: Path) -> bool:
 
 
 def read_manifest(path: Path, *, check: bool) -> Manifest:
-    """The manifest of a checkpoint whose files have their sizes.
+    """Read the manifest of a checkpoint, and check that its files have their sizes.
 
     Args:
         path: The checkpoint.
-        check: Read everything, and compare with the checksums.
+        check: Read all files, too, and compare them with the checksums.
 
     Raises:
-        ConfigError: It is damaged, or none.
+        ConfigError: It is damaged, or not a checkpoint.
     """
     what = f"checkpoint '{path}': expected it as it was saved"
     advice = "take another one (outcore checkpoint ls)"
@@ -211,7 +214,7 @@ def read_manifest(path: Path, *, check: bool) -> Manifest:
 
 
 def find_damage(path: Path, manifest: Manifest) -> str | None:
-    """Where the first block lies that is not as it was saved."""
+    """Describe where the first block lies that is not as it was saved; None if all are."""
     found: list[tuple[str, int, Block]] = []
     pool = BlockPool()
 
@@ -250,7 +253,7 @@ def _as_pieces(blocks: Sequence[Block]) -> Iterator[Piece]:
 
 
 def _nothing(_: int, __: int, ___: torch.Tensor) -> None:
-    """A block that is only read."""
+    """Fill nothing: these blocks are only read."""
 
 
 def _summed(path: Path) -> Iterator[Block]:
@@ -265,16 +268,16 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def write_new(path: Path, text: bytes) -> None:
-    """A small file, which ``commit`` makes durable: who saves beside training waits for no drive. Raises: OSError."""
+    """Write a small file. ``commit`` makes it durable, so training does not wait for the drive. Raises: OSError."""
     with path.open("xb") as file:
         file.write(text)
 
 
 def small_file(path: Path) -> bytes:
-    """A small file of a checkpoint that was checked.
+    """Read a small file of a checkpoint that was checked.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: The file cannot be read.
     """
     try:
         return path.read_bytes()
@@ -283,20 +286,20 @@ def small_file(path: Path) -> bytes:
 
 
 def mapped_tensors(path: Path) -> Callable[[str], torch.Tensor]:
-    """Name -> a tensor of a file that was checked, whose bytes are read when they are used."""
+    """Return a function from names to tensors of a checked file. Their bytes are read when they are used."""
     from safetensors import safe_open
 
     return safe_open(path, framework="pt").get_tensor
 
 
 _ATTEMPTS = 20
-"""Others may take the target away, or put theirs there, between any two calls."""
+"""Attempts at a rename: between any two calls, others may take the target away or put theirs there."""
 _IS_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-"""Why a folder was not renamed."""
+"""Errors that say that a folder was not renamed because the target is there."""
 
 
 def _put_in_place(path: Path, target: Path) -> None:
-    """What was there goes last. If it cannot be removed, the next writer tries again."""
+    """Rename a folder to the target, and remove the old one last. If that fails, the next writer tries again."""
     old = _renamed(path, target)
     sync(target.parent)
     _remove(old)
@@ -308,17 +311,17 @@ def _remove(old: Path) -> None:
 
 
 def _renamed(path: Path, target: Path) -> Path:
-    """Returns: Where the old one is now, if there was one. Who reads it is waited for."""
+    """Rename a folder to the target, after readers of an old one there. Returns the path that an old one has now."""
     for left in reversed(range(_ATTEMPTS)):
         try:
             path.rename(target)
         except OSError as error:
-            if error.errno not in _IS_THERE and not os.path.lexists(target):  # it may have gone since
+            if error.errno not in _IS_THERE and not os.path.lexists(target):  # the target may have gone since
                 raise
         else:
             return path
         try:
-            with taken_when_free(target, STALL_TIMEOUT_S):  # who reads the old one must not find parts of the new one
+            with taken_when_free(target, STALL_TIMEOUT_S):  # readers of the old one must not find parts of the new one
                 if _exchange(path, target):
                     return path
                 old = _aside(target, "old")
@@ -326,7 +329,7 @@ def _renamed(path: Path, target: Path) -> Path:
                 try:
                     path.rename(target)
                 except OSError:
-                    if os.path.lexists(target):  # somebody else's, which is newer than the old one
+                    if os.path.lexists(target):  # another writer's, which is newer than the old one
                         _remove(old)
                     raise
                 return old
@@ -338,7 +341,7 @@ def _renamed(path: Path, target: Path) -> Path:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Let two folders change names, in one call. False: this system cannot."""
+    """Let two folders change names, in one call. Returns False if this system cannot do that."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(a), os.fsencode(b)
     return call is not None and not call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)

@@ -1,6 +1,6 @@
-"""Folders that somebody works in or reads: locked (``flock``), so that nobody else removes them meanwhile.
+"""Locks (``flock``) on folders that are in use, so that no other process removes them meanwhile.
 
-A lock ends with its process. Filesystems without locks on folders (NFS) refuse: there work goes on without.
+A lock ends with its process. Filesystems without locks on folders (NFS) refuse them; there, work goes on without locks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ _LOOK_AGAIN_S = 0.02
 
 
 def make_locked(new_name: Callable[[], Path]) -> tuple[Path, int]:
-    """A new folder, and its lock, which readers may share. Somebody who clears away may be first: then another one.
+    """Create a folder and lock it; readers may share the lock. Returns the folder and the lock.
+
+    A process that clears away may remove the folder before it is locked. Then another one is created.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The folder cannot be created.
     """
     while True:
         path = new_name()
@@ -39,7 +41,7 @@ def make_locked(new_name: Callable[[], Path]) -> tuple[Path, int]:
 
 
 def unlock(lock: int) -> None:
-    """Also for children that were forked meanwhile: they have the lock until it is taken off."""
+    """Release a lock. Children that were forked meanwhile share it, and would keep it if it were only closed."""
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
@@ -47,15 +49,15 @@ def unlock(lock: int) -> None:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Nobody takes the folder alone inside the block, nor puts another one in its place."""
+    """Share a folder's lock for the block, so that the folder is neither removed nor replaced meanwhile."""
     lock = -1
-    with suppress(OSError):  # gone already: whoever reads it says so
+    with suppress(OSError):  # the folder is gone: the caller finds that when it reads
         while lock < 0:
             lock = os.open(path, _FLAGS)
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 is_it = os.path.samestat(os.fstat(lock), path.stat())
-            except BlockingIOError:  # it is replaced or removed in this moment
+            except BlockingIOError:  # it is being replaced or removed
                 is_it = False
             if not is_it:
                 unlock(lock)
@@ -70,10 +72,10 @@ def held(path: Path) -> Iterator[None]:
 
 @contextmanager
 def taken_when_free(path: Path, timeout_s: float) -> Iterator[None]:
-    """Nobody else has the folder inside the block; those who have it are waited for.
+    """Hold a folder's lock alone for the block. Waits for others that hold it.
 
     Raises:
-        OSError: EBUSY: Somebody has it after all that time. It cannot be opened.
+        OSError: The folder cannot be opened; or, as EBUSY, it is still locked after ``timeout_s``.
     """
     end_s = time.monotonic() + timeout_s
     with ExitStack() as holding:
@@ -90,11 +92,11 @@ def taken_when_free(path: Path, timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def taken_alone(path: Path, *, needs_lock: bool) -> Iterator[None]:
-    """Nobody else has the folder inside the block.
+    """Hold a folder's lock alone for the block.
 
     Raises:
-        BlockingIOError: Somebody has it.
-        OSError: It cannot be opened; or, with ``needs_lock``, the filesystem has no locks.
+        BlockingIOError: Another process or thread holds it.
+        OSError: The folder cannot be opened; or, with ``needs_lock``, the filesystem has no locks.
     """
     lock = os.open(path, _FLAGS)
     try:

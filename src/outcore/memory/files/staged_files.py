@@ -1,4 +1,4 @@
-"""Files that somebody else writes, put into a folder only when they are complete."""
+"""Files that other code writes, put into a folder only when they are complete."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from outcore.memory.disk_file import disk_error
 
 @contextmanager
 def staged_files(directory: str | Path, *, edited: Sequence[str] = ()) -> Iterator[Path]:
-    """Give a temporary folder; at the end move every file in it to the same place under ``directory``.
+    """Give a temporary folder; at the end, move every file in it to the same place under ``directory``.
 
     After an exception nothing is moved. Files of the same name are replaced, others stay.
 
     Args:
-        directory: Made if missing.
-        edited: Files that may be there already and are changed, not written anew.
+        directory: Created if missing.
+        edited: Names of files that are changed rather than written anew. If there, they are copied in first.
 
     Raises:
         DiskError: The directory cannot be written.
@@ -47,14 +47,14 @@ def staged_files(directory: str | Path, *, edited: Sequence[str] = ()) -> Iterat
 
 
 def copy_files(source: Path, directory: Path) -> None:
-    """Put copies of a folder's files into another one. Raises: DiskError."""
+    """Copy a folder's files into another folder. Raises: DiskError."""
     with staged_files(directory) as staged:
         for file in source.iterdir():
             shutil.copyfile(file, staged / file.name)
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable. Some network drives cannot sync folders. Raises: OSError."""
+    """Make a file, or the names in a folder, durable. Drives that cannot sync folders are let pass. Raises: OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -66,7 +66,7 @@ def sync(path: Path) -> None:
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Have room for a file that will be so large: threads can then write to it at once. Not where a system cannot.
+    """Reserve room for a file of this size, so that threads can write to it at once. Does nothing if a system cannot.
 
     Raises:
         OSError: There is no room.

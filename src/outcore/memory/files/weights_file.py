@@ -1,6 +1,6 @@
 """Weights in the Hugging Face layout, tensor by tensor: a file or its shards are never resident as a whole.
 
-See [Note: safetensors]. Files are read with plain reads: a mapped file that somebody truncates would kill the process.
+See [Note: safetensors]. Files are read with plain reads: truncating a mapped file would kill the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ADVICE_ON_DTYPES = (
 )
 _MAX_HEADER_BYTES = 100 * 10**6  # what the format allows
 
-_SAMPLE_BYTES = 256  # of a tensor, to tell weights apart
+_SAMPLE_BYTES = 256  # read of each tensor, to tell weights apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class WeightsDirectory:
     """The tensors of a checkpoint directory. Only headers are kept."""
 
     def __init__(self, path: Path, entries: Mapping[str, _Entry], metadata: Mapping[str, str]) -> None:
-        """Only ``open`` calls this."""
+        """For ``open`` only."""
         self.path = path
         self.metadata = dict(metadata)
         self._entries = dict(entries)
@@ -77,7 +77,7 @@ class WeightsDirectory:
             stem: What the files' names begin with.
 
         Raises:
-            ConfigError: No weights there, or files that are not what they should be.
+            ConfigError: There are no weights, or a file is not what it should be.
         """
         folder = Path(path)
         single, index = folder / single_name(stem), folder / index_name(stem)
@@ -99,7 +99,7 @@ class WeightsDirectory:
 
     @staticmethod
     def is_there(path: str | Path, stem: str = "model") -> bool:
-        """Whether the directory has such files."""
+        """Whether a directory has such files."""
         return any((Path(path) / name).is_file() for name in (single_name(stem), index_name(stem)))
 
     def names(self) -> list[str]:
@@ -115,7 +115,7 @@ class WeightsDirectory:
         return self._entry(name).dtype
 
     def digest(self) -> str:
-        """Of names, dtypes, shapes and, of each tensor, some bytes in its middle: other weights have another one.
+        """A digest of names, dtypes, shapes and some bytes in the middle of each tensor, to tell weights apart.
 
         Raises:
             DiskError: A file cannot be read.
@@ -135,7 +135,7 @@ class WeightsDirectory:
         """Read one tensor into fresh host memory.
 
         Raises:
-            ConfigError: No such tensor, or the file was truncated since ``open``.
+            ConfigError: There is no such tensor, or the file was truncated since ``open``.
             DiskError: The file cannot be read.
         """
         entry = self._entry(name)
@@ -145,7 +145,7 @@ class WeightsDirectory:
         return tensor
 
     def pieces(self, name: str, nbytes: int) -> Iterator[torch.Tensor]:
-        """A tensor's bytes (1D uint8) from its first to its last, so many at a time; see ``read``."""
+        """Yield a tensor's bytes in order (1D uint8), ``nbytes`` at a time, in memory that is reused; see ``read``."""
         size = min(nbytes, self._entry(name).nbytes)
         return self._read_in_pieces(name, torch.empty(size, dtype=torch.uint8, device="cpu"), nbytes)
 
@@ -184,21 +184,21 @@ def write_safetensors(
 ) -> list[Path]:
     """Write tensors so that ``from_pretrained`` reads them, one tensor resident at a time.
 
-    Every file is written under a temporary name, synced, and renamed when all are complete. What makes an older save
-    load is removed before the first rename and the new index comes last: a crash may leave weights that do not load,
-    never a mixture of two saves. Shards of an older save are removed.
+    Every file is written under a temporary name, synced, and renamed when all are complete. The files through which an
+    older save loads are removed before the first rename, and the new index comes last. So a crash may leave weights
+    that do not load, but never a mixture of two saves. Shards of an older save are removed.
 
     Args:
-        directory: Made if missing.
+        directory: Created if missing.
         specs: Every tensor, in the order of ``tensors``.
         tensors: Names and values, on any device.
         stem: What the files' names begin with.
         max_shard_bytes: A file grows beyond it only for a single larger tensor.
         metadata: Strings for the files' headers, beside ``format: pt``.
-        is_synced: False: somebody else makes new files in a new folder durable.
+        is_synced: False: the files are not synced; the caller makes them durable. For new files in a new folder.
 
     Returns:
-        The files written, the index last if there is one.
+        The files that were written, the index last if there is one.
 
     Raises:
         DiskError: The directory cannot be written or is full. Until all files are complete, an older save is untouched.
@@ -229,7 +229,7 @@ def write_safetensors(
         raise disk_error(f"weights '{folder}': expected to write {len(names)} files", error) from error
     finally:
         for path in partial:
-            with suppress(OSError):  # renamed already, or on a disk that fails: the first error is the one to tell
+            with suppress(OSError):  # renamed already, or the disk fails: the first error is the one to report
                 path.unlink()
 
 
@@ -345,7 +345,7 @@ def _write_shard(
     *,
     is_synced: bool,
 ) -> None:
-    # Larger items first: then every tensor is aligned to its items, which readers that map the file rely on.
+    # Larger items first: so every tensor is aligned to its items, which readers that map the file rely on.
     ordered = sorted(specs, key=lambda spec: -spec[1].itemsize)
     offsets = dict(zip([spec[0] for spec in ordered], accumulate(map(nbytes_of, ordered), initial=0), strict=False))
     header = safetensors_header(ordered, metadata)

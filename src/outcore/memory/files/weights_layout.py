@@ -1,7 +1,7 @@
-"""Files of tensors as the Hugging Face layout has them: what they are called, how they begin, what is in which.
+"""The Hugging Face layout of files of tensors: their names, their headers, and which tensor is in which file.
 
-[Note: safetensors] A file is 8 bytes with the header's size (little-endian), a JSON header that gives every tensor's
-dtype, shape and byte range, and the bytes. Ranges neither overlap nor leave holes
+[Note: safetensors] A file has 8 bytes with the header's size (little-endian), a JSON header that gives every tensor's
+dtype, shape and byte range, and the tensors' bytes. Ranges neither overlap nor leave holes
 (https://huggingface.co/docs/safetensors/index#format). A directory holds ``model.safetensors``, or shards and
 ``model.safetensors.index.json``, which maps names to shards.
 """
@@ -36,12 +36,12 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 STORED_DTYPES = frozenset(DTYPE_NAMES)
-"""Of tensors that files can hold."""
+"""Dtypes of tensors that files can hold."""
 
 TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor that will be written."""
 MAX_SHARD_BYTES = 5 * 10**9
-"""A file grows beyond it only for a single larger tensor."""
+"""Largest size of a file's tensors; a file grows beyond it only for a single larger tensor."""
 
 
 class LaidOut(NamedTuple):
@@ -50,9 +50,9 @@ class LaidOut(NamedTuple):
     name: str
     header: bytes
     nbytes: int
-    """With its header."""
+    """Size with the header."""
     tensors: list[str]
-    """In their order."""
+    """Names, in their order in the file."""
 
 
 def tensor_files(
@@ -60,11 +60,11 @@ def tensor_files(
 ) -> tuple[list[LaidOut], tuple[str, bytes] | None]:
     """Lay tensors out in files whose bytes come in the order of ``specs``.
 
-    A file begins anew where items become larger: then every tensor is aligned to its items, which readers that map the
+    A new file begins where items become larger. So every tensor is aligned to its items, which readers that map the
     file rely on.
 
     Returns:
-        The files; and name and text of their index, if there are several.
+        The files; and the name and text of their index, or None if there is one file.
     """
     runs: list[list[TensorSpec]] = []
     for spec in specs:
@@ -82,12 +82,12 @@ def tensor_files(
 
 
 def nbytes_of(spec: TensorSpec) -> int:
-    """Of a tensor."""
+    """Size of a tensor in bytes."""
     return math.prod(spec[2]) * spec[1].itemsize
 
 
 def shards_of(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Fill shards in order."""
+    """Distribute tensors over shards, in order."""
     shards: list[list[TensorSpec]] = [[]]
     used_bytes = 0
     for spec in specs:
@@ -100,29 +100,29 @@ def shards_of(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[Te
 
 
 def single_name(stem: str) -> str:
-    """Of a file that has no others beside it."""
+    """Name of the file, if one file has all tensors."""
     return f"{stem}.safetensors"
 
 
 def index_name(stem: str) -> str:
-    """Of what says which tensor is in which shard."""
+    """Name of the index, which says which tensor is in which shard."""
     return f"{stem}.safetensors.index.json"
 
 
 def shard_names(stem: str, num_shards: int) -> list[str]:
-    """Of all files but the index."""
+    """Names of all files except the index."""
     if num_shards == 1:
         return [single_name(stem)]
     return [f"{stem}-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)]
 
 
 def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str], *, align: int = 8) -> bytes:
-    """What a file of tensors begins with. See [Note: safetensors].
+    """Return the beginning of a file of tensors: size and header. See [Note: safetensors].
 
     Args:
-        specs: In the order of their bytes, without holes between them.
-        metadata: Strings.
-        align: Of the first tensor's first byte.
+        specs: Tensors in the order of their bytes, without holes between them.
+        metadata: Strings for the header's metadata.
+        align: Alignment of the first tensor's first byte.
     """
     fields: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
@@ -136,7 +136,7 @@ def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str],
 
 
 def index_text(names: Sequence[str], shards: Sequence[Sequence[TensorSpec]]) -> bytes:
-    """Which tensor is in which file."""
+    """Text of the index, which says which tensor is in which file."""
     weight_map = {spec[0]: name for name, shard in zip(names, shards, strict=True) for spec in shard}
     total_bytes = sum(nbytes_of(spec) for shard in shards for spec in shard)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}

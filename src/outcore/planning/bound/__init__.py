@@ -1,1 +1,1 @@
-"""What no legal order of a step beats."""
+"""The bound of a step: the seconds that no legal order of its operations beats."""

@@ -1,4 +1,4 @@
-"""The work of activations that leave."""
+"""The work of activations that leave the device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from outcore.spec.plan import Tier
 
 
 def list_activations(times: Times, work: Work, *, alike: bool = False) -> None:
-    """What forward saved leaves before the next call but one, and comes back for backward.
+    """Add the moves of activations: they leave before the next call but one, and come back for backward.
 
-    The last two calls before backward are still there, and of those that went to disk the last are in slots.
-    See [Note: activations away] in ``order.activations``.
+    Those of the last two calls before backward are still on the device, and of those that went to disk the last ones
+    are still in host slots. See [Note: activations away] in ``order.activations``.
 
     Args:
-        times: Of the plan.
-        work: Grows.
-        alike: Only sums count.
+        times: Times of the plan.
+        work: The moves are added to it.
+        alike: Whether only sums are needed.
     """
     if not any([plan.saved_bytes for _, plan in times.pairs]):
         return
@@ -48,7 +48,7 @@ def list_activations(times: Times, work: Work, *, alike: bool = False) -> None:
             begin = Moment(i, times.used_s[i])
             left = begin.plus(leave_s)
             until = (then, read_s + bring_s)
-            if are_equal and place + kept + 2 < len(calls):  # one that leaves later needs the slot
+            if are_equal and place + kept + 2 < len(calls):  # a later one needs the slot
                 until = (calls[place + kept + 2][0], leave_s)
             jobs = [
                 Job("d2h", leave_s, *begin, calls[place + 2][0], 0.0),
@@ -65,7 +65,7 @@ def list_activations(times: Times, work: Work, *, alike: bool = False) -> None:
 
 
 def _moved_s(rates: Rates, nbytes: int, tier: Tier) -> tuple[float, float, float, float]:
-    """Seconds off the device, back there, and to disk and back."""
+    """Return seconds off the device, back to it, to disk, and back from disk."""
     leave_s, bring_s = rates.move_s("d2h", nbytes), rates.move_s("h2d", nbytes)
     if tier != "disk":
         return leave_s, bring_s, 0.0, 0.0

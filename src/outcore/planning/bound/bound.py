@@ -1,15 +1,15 @@
 """The bound of a step: what no legal order of a plan's operations beats. See docs/overlap.md.
 
-[Note: nodes and edges] Compute goes through its visits in a given order. Their starts are the nodes of a graph, one
-period after the other without end. An edge from x to y says: so much lies between these two moments, whatever the
-order. It comes from work that cannot begin before x and must be over at y. The work is added up per link, since a link
-does one second of work per second. A unit's update, for instance, begins after the last backward, and is over, with the
-fetch behind it, before the unit's next forward. A path is as long as its edges together. Steps repeat. So no step is
-shorter than a cycle of the graph, divided by the steps that it spans. The bound is the longest of these, or the link
-with the most work per step.
+[Note: nodes and edges] Compute goes through its visits in a given order. The starts of visits are the nodes of a graph,
+which repeats with every step, without end. An edge from x to y says how many seconds lie between these two moments at
+least, whatever the order. It comes from work that cannot begin before x and must be over at y. The work is added up per
+link, since a link does one second of work per second. A unit's update, for instance, begins after the last backward,
+and is over, with the fetch behind it, before the unit's next forward. A path is as long as its edges together. Steps
+repeat, so no step is shorter than a cycle of the graph, divided by the steps that it spans. The bound is the longest
+such quotient, or the link with the most work per step if that is longer.
 
-[Note: slack] Slots let some work happen sooner or later than its nodes say: weights may be fetched, states read before
-they are due, as far as slots hold them. So many of the largest are left out of the sum.
+[Note: slack] Slots let some work happen earlier or later than its nodes say: weights may be fetched and states read
+before they are due, as many as slots hold. That many of the largest pieces are left out of the sum.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Bound:
 
     seconds: float
     parts: Mapping[str, float]
-    """What they consist of: link, or slots that are too few -> seconds of work, or of waiting for it."""
+    """The parts of ``seconds``: link, or slots of which there are too few -> seconds of work, or of waiting for it."""
     total_s: Mapping[str, float]
     """Link -> seconds of work in a step."""
 
     @property
     def binding(self) -> str:
-        """What binds most."""
+        """The largest of ``parts``."""
         return max(self.parts, key=self.parts.__getitem__, default="compute")
 
 
@@ -65,10 +65,10 @@ def bound_of(
     Args:
         model: Units in the plan's order.
         plan: Where they live, and how many slots they share.
-        rates: Of the machine, with this model.
-        visits: Of a step.
-        circumstances: None: as they are by default.
-        max_nodes: With more visits, work is told apart less finely, and the bound may be lower.
+        rates: Rates of the machine, with this model.
+        visits: Visits of a step.
+        circumstances: Circumstances of the run; None for the default.
+        max_nodes: With more visits than this, work is placed less finely, and the bound may be lower.
 
     Cost: 100 units some 80 ms; with 48 nodes 20 ms.
     """
@@ -84,11 +84,11 @@ def bound_of(
 def busiest_s(
     model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit], circumstances: Circumstances
 ) -> tuple[float, float]:
-    """A lower bound that is worked out sooner: seconds of what has most to do; and of all, to tell equals apart.
+    """Return a quick lower bound, the seconds of what has most to do, and a sum over all links, which breaks ties.
 
-    Both are rounded, as equal sums may be added up in another order.
+    Both are rounded, since equal sums may be added up in another order.
 
-    Args: as of ``bound_of``.
+    Args: As in ``bound_of``.
     """
     total_s = totals_of(model, plan, rates, visits, circumstances)
     most_s = max([*total_s.values(), *(_taken(s.parts, total_s) for s in rates.shared)])
@@ -100,7 +100,7 @@ def _taken(parts: Mapping[Any, float], seconds: Mapping[str, float]) -> float:
 
 
 class _Places(NamedTuple):
-    """Jobs of three steps between nodes."""
+    """Jobs of three steps, each with the nodes between which it lies."""
 
     row: Any
     column: Any
@@ -111,7 +111,7 @@ class _Places(NamedTuple):
 
 
 class _Graph:
-    """Nodes are some of the visits; work is told apart no finer than they allow."""
+    """The graph of the bound. Its nodes are at most ``max_nodes`` of the visits; work is placed no finer than that."""
 
     def __init__(self, work: Work, rates: Rates, max_nodes: int) -> None:
         self._work, self._rates = work, rates
@@ -126,16 +126,16 @@ class _Graph:
         self._at = sums[self._unrolled]
         """Seconds of compute before each node."""
         self._jobs: defaultdict[str, list[Job]] = defaultdict(list)
-        """By link."""
+        """Jobs by link."""
         for job in work.jobs:
             self._jobs[job.link].append(job)
 
     def longest_cycle(self) -> tuple[float, dict[str, float]] | None:
-        """Seconds per step, and what they consist of."""
+        """Return seconds per step of the longest cycle, and its parts; None if no cycle was found."""
         names, edges = self._edges()
         longest, which = edges.max(axis=0), edges.argmax(axis=0)
         n = self._n
-        # From y - d to y, for every y of a period and every d: the row and column of that edge.
+        # Row and column of the edge from y - d to y, for every y of a period and every d.
         back, nodes = np.arange(1, 2 * n + 1), np.arange(n)[:, None]
         rows = (nodes - back) % n
         columns = rows + back
@@ -154,7 +154,7 @@ class _Graph:
     def _best(
         self, reached: _Matrix, came: Any, labels: Any, names: Sequence[str]
     ) -> tuple[float, dict[str, float]] | None:
-        """Walk back along the longest path; between two visits of one node lies a cycle."""
+        """Walk back along the longest path. Between two visits of one node lies a cycle; return the longest."""
         n, path = self._n, [len(reached) - 1]
         while path[-1] > 2 * n:
             path.append(path[-1] - int(came[path[-1]]))
@@ -176,7 +176,7 @@ class _Graph:
         return seconds, dict(sorted(parts.items(), key=lambda item: -item[1]))
 
     def _edges(self) -> tuple[list[str], _Matrix]:
-        """For every resource: seconds from a node of the first period (rows) to a later one (columns)."""
+        """Return for every resource the seconds from a node of the first period (rows) to a later one (columns)."""
         sums: dict[str, _Matrix] = {}
         found: dict[str, _Matrix] = {}
         base = np.maximum(self._at[None, :] - self._at[: self._n, None], 0.0)
@@ -197,12 +197,13 @@ class _Graph:
         return names, np.stack([found[name] for name in names])
 
     def _view(self, link: str, *, by_others: bool, is_swept: bool) -> tuple[_Matrix, _Matrix]:
-        """Seconds of a link's work between nodes, and with what must come before and after it.
+        """Return seconds of a link's work between nodes, alone and with what must come before and after it.
 
         Args:
-            link: Or slots.
-            by_others: Count the jobs that stand in for others.
-            is_swept: Take updated weights for any others, which slots may hold; else as jobs of their own.
+            link: A link, or the name of slots.
+            by_others: Whether to count jobs that stand in for others, in place of those.
+            is_swept: Whether updated weights count like any others, which slots may hold; else they are jobs of their
+                own.
         """
         sweeps = [sweep for sweep in self._work.sweeps if sweep.link == link]
         jobs = self._jobs.get(link, [])
@@ -219,19 +220,19 @@ class _Graph:
         return sum((share[0] for share in shares), nothing), _longest(shares, nothing)
 
     def _held_sums(self, places: _Places, slack_s: float) -> _Matrix:
-        """Seconds that lie between two nodes without what slots may hold, which is so much in every step."""
+        """Return seconds of work between two nodes, less what slots may hold, ``slack_s`` in every step."""
         shifts = [self._sums_of(places, places.shift == shift) for shift in range(3)]
         return np.sum([np.maximum(some - slack_s, 0.0) for some in shifts], axis=0)
 
     def _sums_of(self, places: _Places, chosen: Any = slice(None)) -> _Matrix:
-        """Seconds of the chosen ones that lie between two nodes."""
+        """Return seconds of the chosen jobs that lie between two nodes."""
         size, n = len(self._unrolled), self._n
         found = np.zeros((size, size))
         np.add.at(found, (places.row[chosen], places.column[chosen]), places.seconds[chosen])
         return found[::-1].cumsum(axis=0)[::-1][:n].cumsum(axis=1)
 
     def _ends(self, places: _Places) -> tuple[_Matrix, _Matrix]:
-        """The least before any of the jobs between two nodes can begin, and the least after any of them."""
+        """Return the least before any job between two nodes can begin, and the least after any of them."""
         size, n = len(self._unrolled), self._n
         heads, tails = np.full((size, size), np.inf), np.full((size, size), np.inf)
         np.minimum.at(heads, (places.row, places.column), places.begins_s)
@@ -243,7 +244,7 @@ class _Graph:
         return heads - self._at[:n, None], tails + self._at[None, :]
 
     def _places(self, jobs: Sequence[Job]) -> _Places:
-        """Where the jobs of three steps lie; of those that are inside."""
+        """Return where the jobs of three steps lie, without those that end outside of the nodes."""
         numbers = np.array([job[1:6] for job in jobs]).reshape(len(jobs), 5)
         seconds, after, head_s, before, tail_s = np.tile(numbers, (3, 1)).T
         shift = np.repeat(np.arange(3), len(jobs))
@@ -262,7 +263,7 @@ class _Graph:
         )
 
     def _swept(self, sweep: Sweep, *, is_swept: bool) -> tuple[_Matrix, _Matrix, _Matrix]:
-        """What a sweep's visits between two nodes need beyond what slots hold, and the least before and after that."""
+        """Return what a sweep's visits between nodes need beyond what slots hold, and the least before and after it."""
         period, n = len(self._work.compute_s), self._n
         seconds = [
             s if first is None or is_swept else 0.0 for s, first in zip(sweep.seconds, sweep.firsts, strict=True)
@@ -280,7 +281,7 @@ class _Graph:
         return found, np.broadcast_to(used[:, None], found.shape), np.zeros_like(found)
 
     def _chains(self) -> _Matrix:
-        """Of single chains of operations."""
+        """Return the seconds between nodes of single chains of operations."""
         found, size = np.zeros((self._n, len(self._unrolled))), len(self._unrolled)
         shifts = np.repeat(np.arange(-1, 2), len(self._work.chains)) * len(self._work.compute_s)
         after, before, seconds = np.tile(np.array(self._work.chains).reshape(-1, 3), (3, 1)).T
@@ -297,7 +298,7 @@ class _Graph:
 
 
 def _longest(shares: Sequence[tuple[_Matrix, _Matrix, _Matrix]], nothing: _Matrix) -> _Matrix:
-    """Work, with the least before any of it and after any of it: of each share, and of all up to each. The longest."""
+    """Return the longest work, with the least before and after any of it, of each share and of all up to each."""
     found = sums = nothing
     heads, tails = np.full_like(nothing, np.inf), np.full_like(nothing, np.inf)
     for some, first, last in shares:

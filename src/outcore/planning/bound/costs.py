@@ -1,4 +1,4 @@
-"""How long the work of a unit takes alone, under its plan: worked out once for all plans that have the unit so."""
+"""How long the work of a unit takes alone, under its plan: worked out once for all plans that treat it the same."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from outcore.spec.plan import UnitPlan
 
 
 class Costs(NamedTuple):
-    """Seconds, and the bytes behind them."""
+    """Seconds of a unit's work, and some of the bytes behind them."""
 
     left_s: float
-    """Until gradients have left a bucket."""
+    """Seconds until gradients have left a bucket."""
     exchanged_s: tuple[float, float, float]
-    """Of gradients between ranks, of their way to host memory, and of adding up those of all ranks."""
+    """Seconds to exchange gradients between ranks, to move them to host memory, and to add up those of all ranks."""
     adder: Link
-    """Where gradients of all ranks are added up."""
+    """The link that adds up gradients of all ranks."""
     home_s: float
-    """From the last gradient until it is where the update finds it."""
+    """Seconds from the last gradient until it is where the update finds it."""
     updater: Link
-    """Its link, if states do not live on the device."""
+    """The link that updates the unit, if its states do not live on the device."""
     update_s: float
-    """Of the update alone."""
+    """Seconds of the update alone."""
     gathered_s: float
-    """Of what the others have updated."""
+    """Seconds to gather the new weights that other ranks have updated."""
     sent_s: float
-    """Of new weights on their way home, if the update does not write them there."""
+    """Seconds to send new weights home, if the update does not write them there."""
     bring_s: tuple[float, float, float]
-    """Of reading weights from disk, of fetching them, and of putting together what ranks have of them."""
+    """Seconds to read weights from disk, to fetch them, and to put together the parts that ranks have."""
     old_weights_s: float
-    """Of reading weights from disk for an update that starts from them."""
+    """Seconds to read weights from disk for an update that starts from them."""
     staged_s: float
-    """Of what goes to an update on the device."""
+    """Seconds to move to the device what an update there needs."""
     states_bytes: int
     staging: Staging
 
     @classmethod
     def of(cls, spec: UnitSpec, plan: UnitPlan, model: ModelSpec, rates: Rates, *, is_added: bool) -> Self:
-        """Args: is_added: Gradients of several passes are."""
+        """Work out the costs of a unit. Args: is_added: Whether gradients of several passes are added up."""
         weights, stages = weights_home(spec, plan), staging(spec, plan, model)
         old_bytes = weights.updated_bytes if starts_from_weights(spec, plan, model.precision) else 0
         is_on_device, is_on_disk = plan.weights == "device", plan.weights == "disk"
@@ -81,5 +81,5 @@ class Costs(NamedTuple):
 
     @property
     def from_update_s(self) -> float:
-        """From an update to the unit's next visit: new weights on their way."""
+        """Seconds from an update to the unit's next visit, while new weights are on their way."""
         return self.gathered_s + self.sent_s + sum(self.bring_s)

@@ -1,4 +1,4 @@
-"""What the visits of a step say, whatever the plan: worked out once for all plans of a model."""
+"""What follows from the visits of a step alone, whatever the plan. It is worked out once for all plans of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outcore.spec.model import ModelSpec
 from outcore.spec.schedule import ROOT, Phase, Visit
 
 Part = Literal[0, 1, 2]
-"""A forward; a backward; a backward that completes gradients."""
+"""0: a forward; 1: a backward; 2: a backward that completes gradients."""
 
 
 class Course:
@@ -23,23 +23,23 @@ class Course:
         self.changed = changed_units(model, visits)
         """Units that the step updates."""
         self.ends = self._ends_of_passes()
-        """Unit -> of each backward pass: the visit after which its gradient is complete. The root's is the last."""
+        """Unit -> for each backward pass, the visit after which its gradient is complete; for the root the last."""
         self.parts: list[tuple[int, Part]] = [(visit.unit, self._part(i)) for i, visit in enumerate(visits)]
-        """By visit: the unit, and what it does."""
+        """By visit: the unit, and what the visit does."""
         self.root_ends = [i for i in self.ends.get(ROOT, ()) if visits[i].unit != ROOT]
         """Visits of other units that complete the root's gradients."""
         self.pieces = [i for i in range(1, len(visits)) if visits[i] == visits[i - 1]]
-        """Visits that are one more piece of the batch of the visit before."""
+        """Visits that run one more piece of the batch of the visit before."""
         self.firsts: dict[int, int] = {}
         """Unit -> its first visit."""
         for i, visit in enumerate(visits):
             self.firsts.setdefault(visit.unit, i)
         self.starts = self._starts()
-        """Visits that begin a sweep: from one to the next no unit comes twice, but for pieces in a row."""
+        """Visits that begin a sweep: within a sweep no unit comes twice, but for pieces in a row."""
 
     @cached_property
     def last_backward(self) -> int:
-        """Where there is one."""
+        """The last backward visit of a step that has one."""
         return max(i for i, visit in enumerate(self.visits) if visit.phase is Phase.BACKWARD)
 
     def _part(self, i: int) -> Part:
@@ -72,7 +72,7 @@ class Course:
 
     @cached_property
     def passes(self) -> list[list[tuple[int, int]]]:
-        """Forward visits whose backward comes, each with its backward visit; where no unit comes twice.
+        """By pass: pairs of a forward visit and its backward visit. Passes in which a unit comes twice are left out.
 
         Pieces of a batch are visits in a row, and backward comes to them in the same order.
         """

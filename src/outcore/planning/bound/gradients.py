@@ -1,10 +1,10 @@
 """The work of gradients: into a bucket, home, added to what is there, and back for an update.
 
-[Note: gradients on disk] They pass through a landing slot or, where they are added to what came before, through one for
-gradients, which is free when they are written. So when a bucket is filled, all gradients before it have been written,
-but for those in buckets and slots. Slots keep what they wrote until somebody takes them. So a step's updates read all
-gradients but those in slots, and only these may be written later. What is read comes ahead as far as there are slots;
-all others come when one has been used.
+[Note: gradients on disk] They pass through a landing slot or, where they are added to earlier ones, through a slot for
+gradients. The slot is free when they are written. So when a bucket is filled, all earlier gradients have been written
+but for those in buckets and slots. A slot keeps what it wrote until it is taken again. So a step's updates read all
+gradients but those in slots, and only these may be written later. As many are read ahead as there are slots; all others
+come when a slot has been used.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class _Pass(NamedTuple):
     unit: Trained
     made: Moment
     left: Moment
-    """They can be in host memory."""
+    """The earliest moment at which they can be in host memory."""
     at_hand: Moment
-    """They can be complete."""
+    """The earliest moment at which their sum with those of earlier passes can be complete."""
     left_s: float
     added_s: float
     read_s: float
-    """Of what is on disk, to be added to."""
+    """Seconds to read from disk the sum to which they are added."""
     write_s: float
     rest_s: float
-    """From when they are at hand until the unit's next visit."""
+    """Seconds from ``at_hand`` until the unit's next visit."""
 
 
 def list_gradients(times: Times, work: Work, trained: Sequence[Trained]) -> None:
-    """List them.
+    """List the work of gradients.
 
     Args:
-        times: Of the plan.
-        work: Grows.
+        times: Times of the plan.
+        work: The jobs are added to it.
         trained: Units that the step updates.
     """
     gradients = _Gradients(times, work)
@@ -61,7 +61,7 @@ class _Gradients:
         self._times, self._work = times, work
 
     def list_all(self, units: Sequence[Trained]) -> None:
-        """Args: units: Those whose gradients leave the device."""
+        """List gradients on one rank. Args: units: The units whose gradients leave the device."""
         passes = {unit.spec.name: self._passes(unit) for unit in units}
         for each in passes.values():
             self._leave(each)
@@ -73,9 +73,9 @@ class _Gradients:
         self._wait_for_buckets([p for name, each in passes.items() if name for p in each])
 
     def exchange(self, units: Sequence[Trained]) -> None:
-        """Gradients of all ranks come, go home, and are added up there or before, pass by pass.
+        """List gradients of several ranks: they arrive, go home, and are added up there or before, pass by pass.
 
-        Slots on the way to disk are free.
+        Slots on the way to disk are not counted.
         """
         for unit in units:
             self._work.count = unit.num_alike
@@ -125,7 +125,7 @@ class _Gradients:
                 self._work.total_s[landing] += unit.num_alike * (each.left_s + each.write_s) / num_slots
 
     def _go_on(self, passes: Sequence[_Pass]) -> None:
-        """To disk and, for the next pass, back."""
+        """List gradients that go to disk and, for the next pass, come back."""
         unit = passes[0].unit
         self._work.count = unit.num_alike
         slots, num_slots = self._slots("gradients", unit)
@@ -168,20 +168,20 @@ class _Gradients:
         self._work.total_s["disk_read"] += sum(late_s) - kept_s
 
     def _rest_s(self, unit: Trained) -> float:
-        """From the beginning of an update until the unit's next visit."""
+        """Return the seconds from the beginning of an update until the unit's next visit."""
         return unit.costs.update_s + unit.costs.from_update_s
 
     def _read_s(self, unit: Trained) -> float:
         return self._times.rates.move_s("disk_read", unit.spec.update_bytes)
 
     def _slots(self, kind: PoolKind, unit: Trained) -> tuple[str, int]:
-        """Those in host memory that a unit uses, and how many there are."""
+        """Return the name of the slots in host memory that a unit uses, and how many there are."""
         nbytes = unit.spec.bucket_bytes if kind == "landing" else unit.spec.update_bytes
         size, number = self._times.pool("host", kind, nbytes)
         return f"{number} slots for {kind} of {size} bytes", number
 
     def _filled(self, passes: Sequence[_Pass]) -> Iterator[tuple[str, int, list[tuple[_Pass, int]]]]:
-        """Buckets of one size, how many they are, and what fills them, with the visit in which the next one does."""
+        """Yield buckets of one size, their number, and what fills them, with the visit that fills the next one."""
         pools = [self._times.pool("device", "bucket", each.unit.spec.bucket_bytes) for each in passes]
         for size, number in sorted(set(pools)):
             mine = [each for each, other in zip(passes, pools, strict=True) if other == (size, number)]
@@ -190,7 +190,7 @@ class _Gradients:
             yield f"{number} buckets of {size} bytes", number, list(zip(mine, following, strict=True))
 
     def _wait_for_buckets(self, passes: Sequence[_Pass]) -> None:
-        """When one is filled, all that were filled before have left, but for some; and left the slots behind that."""
+        """List waits for buckets: when one is filled, all earlier gradients but some have left buckets and slots."""
         for name, number, filled in self._filled(passes):
             self._wait(f"d2h with {name}", [(p.left_s, p.made, then) for p, then in filled], number - 1)
             on_disk = [(self._slots("landing", p.unit), p, then) for p, then in filled if p.write_s]
@@ -206,7 +206,7 @@ class _Gradients:
                 self._wait(f"disk_write with {name}, {slots}", written, most)
 
     def _wait(self, name: str, work: Sequence[tuple[float, Moment, int]], most: int) -> None:
-        """Args: most: That need not be over when the next bucket is filled."""
+        """List work that a bucket waits for. Args: most: Pieces that need not be over when the next one is filled."""
         for seconds, begin, then in work:
             self._work.jobs.append(Job(name, seconds, *begin, then + 1, 0.0, name))
         self._work.slack_s[name, name] = most_of((seconds for seconds, _, _ in work), most)

@@ -1,4 +1,4 @@
-"""Pieces of work of a step: which link does them, and between which visits each must lie."""
+"""Pieces of a step's work: which link does each, and between which visits it must lie."""
 
 from __future__ import annotations
 
@@ -12,48 +12,51 @@ import numpy as np
 from outcore.planning.bound.times import Moment
 
 _TOLD_APART = 40
-"""Visits of a sweep at most, of which it is worked out what slots may hold when each of them begins."""
+"""In sweeps of at most this many visits, what slots may hold is worked out for each visit; in longer ones for all."""
 
 
 class Job(NamedTuple):
-    """Work of a link. It begins ``head_s`` after the start of one visit, and is over ``tail_s`` before another's."""
+    """Work of a link between two visits.
+
+    It begins at least ``head_s`` after the start of one, and is over at least ``tail_s`` before the start of the other.
+    """
 
     link: str
-    """Or slots of which there are too few: what they are held for is their work."""
+    """A link, or slots of which there are too few: the time that they are held is their work."""
     seconds: float
     after: int
     head_s: float
     before: int
-    """Counted on into the next step."""
+    """The other visit, counted on into the next step."""
     tail_s: float
     held_by: str = ""
-    """Slots that may let it lie elsewhere: the work is counted without what ``Work.slack_s`` says of them."""
+    """Slots that may let the work lie elsewhere: it is counted less what ``Work.slack_s`` says of them."""
     instead_of: str = ""
-    """Stands in for the work that these slots hold, counted otherwise."""
+    """Slots whose jobs this one stands in for: another way to count the same work."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Weights that visits need, of units that use the same slots."""
+    """The weights that visits need, of units that use the same slots."""
 
     link: str
     seconds: Sequence[float]
-    """By visit: of bringing the weights; 0 where they need not come."""
+    """By visit: seconds to bring its weights; 0 where they need not come."""
     firsts: Sequence[Job | None]
-    """By visit: the unit has just been updated, so that they must come."""
+    """By visit: the job that brings its weights, if its unit has just been updated, so that they must come."""
     slots: int
-    """That hold the weights of so many units when any visit begins; those of the visit are among them."""
+    """The most units whose weights slots hold when a visit begins, the visit's own among them."""
 
     def held_s(self, seconds: Sequence[float], start: int, stop: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """At most, of the weights that visits need: what was brought before the first of these visits began.
+        """Return for each range of visits the most seconds of bringing their weights that may lie before it begins.
 
         Args:
-            seconds: By visit, of those that count.
-            start: A sweep begins.
-            stop: It is over.
+            seconds: By visit: seconds to bring its weights, 0 where they do not count.
+            start: The first visit of a sweep.
+            stop: The visit behind its last.
 
         Returns:
-            By the first visit and the one behind the last, counted from ``start``.
+            A matrix by the first visit and the one behind the last, both counted from ``start``.
         """
         size, mine = stop - start, seconds[start:stop]
         if size > _TOLD_APART or len({s for s in mine if s}) <= 1:
@@ -69,23 +72,23 @@ class Sweep:
 
 @dataclass
 class Work:
-    """All of a step."""
+    """All work of a step."""
 
     used_s: list[float]
-    """By visit: of forward or backward."""
+    """By visit: seconds of forward or backward."""
     compute_s: list[float]
-    """By visit: the same, and what compute does with gradients then."""
+    """By visit: the same, with what compute then does with gradients."""
     jobs: list[Job] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """Visits that begin a sweep: from one to the next no unit comes twice."""
+    """Visits that begin a sweep: see ``Course.starts``."""
     slack_s: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    """Link and slots -> seconds of their work that may lie elsewhere, in every step."""
+    """(link, slots) -> seconds of their work in every step that may lie elsewhere."""
     total_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     chains: list[tuple[int, int, float]] = field(default_factory=list)
-    """From the start of one visit to that of another, at least so much."""
+    """(visit, later visit, the least seconds between their starts)."""
     count: int = 1
-    """Equal units, for each of which ``total_s`` grows by what is added."""
+    """Number of equal units for which work is added: ``total_s`` grows by so many times the seconds."""
 
     def add(self, link: str, seconds: float, begin: Moment, before: int, tail_s: float) -> None:
         """Add a job that takes place in every step."""
@@ -94,5 +97,5 @@ class Work:
 
 
 def most_of(seconds: Iterable[float], number: int) -> float:
-    """What so many of these come to at most."""
+    """Return the sum of the largest ``number`` of these."""
     return sum(sorted(seconds)[-number:]) if number else 0.0

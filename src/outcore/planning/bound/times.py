@@ -1,4 +1,4 @@
-"""When work of a unit can begin at the earliest, and how long it takes alone: what bounds are worked out from."""
+"""The earliest moments at which a unit's work can begin, and how long it takes alone: the input of bounds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from outcore.spec.schedule import ROOT, Visit
 
 
 class Moment(NamedTuple):
-    """So long after the start of a visit."""
+    """A moment so many seconds after the start of a visit."""
 
     visit: int
     head_s: float
 
     def plus(self, seconds: float) -> Moment:
-        """So much later."""
+        """Return a moment so much later."""
         return Moment(self.visit, self.head_s + seconds)
 
 
@@ -34,44 +34,44 @@ class Trained(NamedTuple):
     plan: UnitPlan
     costs: Costs
     made: list[Moment]
-    """Of each backward pass: its gradient is complete."""
+    """For each backward pass, the moment when its gradient is complete."""
     first: int
     """Its first visit in the next step."""
     is_early: bool
-    """Or may be, where time decides that."""
+    """It is updated inside backward, or may be where time decides that."""
     is_read_again: bool
-    """Early for sure: gradients that rest on disk are read for it."""
+    """It is early for sure: gradients that rest on disk are read for it."""
     after: Moment
-    """When the update's weights may leave, and a late one begin."""
+    """The earliest moment at which a late update can begin, and new weights of any update can leave."""
     num_alike: int = 1
-    """Units that are like it, but for their visits."""
+    """The number of units that it stands for: they differ in their visits only."""
 
     @property
     def home(self) -> Moment:
-        """When the last gradient is where the update finds it."""
+        """The moment when the last gradient is where the update finds it."""
         return self.made[-1].plus(self.costs.home_s)
 
 
 class _Alone(NamedTuple):
-    """What one unit is by itself, under its plan."""
+    """The times of one unit by itself, under its plan."""
 
     used_s: tuple[float, float, float]
-    """By ``Part``: of forward or backward."""
+    """By ``Part``: seconds of forward or backward."""
     visit_s: tuple[float, float, float]
-    """By ``Part``: the same, and what compute does with its gradients then."""
+    """By ``Part``: the same, with what compute then does with its gradients."""
     collected_s: float
-    """Of the last of that in a pass."""
+    """Seconds that compute spends on its gradients in the last visit of a pass."""
     launch_s: tuple[float, float, float]
-    """By ``Part``: of the thread that submits."""
+    """By ``Part``: seconds in which the host thread launches its kernels."""
     costs: Costs
     slot_bytes: int
-    """Of weights that are fetched; 0: they are not."""
+    """Bytes that its weights need in a slot; 0 if they are not fetched."""
     kind: int
-    """The same for units that are alike."""
+    """A number, equal for units that are alike."""
 
 
 class Times:
-    """Of all units and visits of a step."""
+    """The times of all units and visits of a step."""
 
     def __init__(
         self, model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit], circumstances: Circumstances
@@ -81,21 +81,21 @@ class Times:
         self._circumstances, self.course = circumstances, _course(model, visits, rates)
         self._alone = self._all_alone()
         self.costs = [alone.costs for alone in self._alone]
-        """By unit."""
+        """Costs by unit."""
         self.used_s = [self._alone[unit].used_s[part] for unit, part in self.course.parts]
-        """By visit: of forward or backward."""
+        """By visit: seconds of forward or backward."""
         self.compute_s = [self._alone[unit].visit_s[part] for unit, part in self.course.parts]
-        """By visit: the same, and what compute does with gradients then. The root's are the last in a pass."""
+        """By visit: the same, with what compute then does with gradients. The root's are the last in a pass."""
         for i in self.course.root_ends:
             self.compute_s[i] += self._alone[ROOT].collected_s
         attempts = any(plan.units[i].early for i in self.course.changed)
         self.is_behind = attempts or not rates.host_runs_ahead
-        """Whether all that ``step()`` submits begins behind the last backward."""
+        """Whether all that ``step()`` submits begins after the last backward."""
         self.pool = functools.cache(self._pool)
-        """(Tier, kind, bytes that a unit needs) -> size and number of the slots that it uses."""
+        """(tier, kind, bytes that a unit needs) -> size and number of the slots that it uses."""
 
     def _all_alone(self) -> list[_Alone]:
-        """With these rates many plans are asked about."""
+        """Return every unit by itself. Results are kept with the rates, at which many plans are compared."""
         model, clips, ends = self.model, self._circumstances.clips, self.course.ends
         context = model.precision, model.state_names, model.micro_batches_in_unit, clips, self.plan.plain
         known, found = self.rates.known.setdefault(context, {}), list[_Alone]()
@@ -131,23 +131,23 @@ class Times:
 
     @property
     def waits(self) -> bool:
-        """Whether updates in ``step()`` begin behind the last backward."""
+        """Whether updates in ``step()`` begin after the last backward."""
         return self.is_behind or self._circumstances.clips
 
     @property
     def streamed(self) -> dict[int, int]:
-        """Unit -> bytes of its weights, where they are fetched."""
+        """Unit -> bytes that its weights need in a slot, for units that are fetched."""
         return {i: alone.slot_bytes for i, alone in enumerate(self._alone) if alone.slot_bytes}
 
     def host_s(self) -> float:
-        """Of the thread that submits, ahead of an accelerator: the engine's visits, and launching their kernels."""
+        """Return seconds of the host thread that runs ahead of an accelerator: engine code, and launching kernels."""
         launched = [self._alone[unit].launch_s[part] for unit, part in self.course.parts]
         return self._pace.host_visit_s * len(self.visits) + sum(launched)
 
     def _collecting_s(self, spec: UnitSpec, plan: UnitPlan) -> tuple[float, float]:
-        """Of copying gradients into a bucket, or of adding up those that live on the device.
+        """Return seconds to copy gradients into a bucket, or to add up those that live on the device.
 
-        Of compute in a backward visit, and in the last one of a pass.
+        The first is what compute spends in a backward visit, the second in the last one of a pass.
         """
         if spec.num_ranks > 1:  # the root's in the last visit of a pass alone
             copied_s = self._pace.collect_s(spec.name, spec.bucket_bytes)
@@ -158,11 +158,11 @@ class Times:
         return copied_s, copied_s
 
     def trained(self) -> dict[int, Trained]:
-        """The units that the step updates, by index."""
+        """Return the units that the step updates, by index."""
         return {index: self._trained(index, 1) for index in self.course.changed}
 
     def alike(self) -> list[Trained]:
-        """The same, of units that are alike one."""
+        """Return the units that the step updates, one for all that are alike."""
         overtaken, found = self._circumstances.overtaken or (), dict[object, list[int]]()
         for index in self.course.changed:
             key = self._alone[index].kind, overtaken and self.model.units[index].name in overtaken
@@ -186,11 +186,11 @@ class Times:
         return size, sum(pool.num_slots for pool in pools if pool.slot_bytes == size)
 
     def from_gradients_s(self, unit: Trained) -> float:
-        """From gradients at home to the unit's next visit."""
+        """Return the seconds from gradients at home to the unit's next visit."""
         return self.brought_s(unit) + unit.costs.update_s + unit.costs.from_update_s
 
     def brought_s(self, unit: Trained) -> float:
-        """Between gradients at home and an update: what an early one reads again, and one on the device must get."""
+        """Return the seconds from gradients at home to an update: to read them again, or to stage what it needs."""
         if unit.plan.update == "device":
             return unit.costs.staged_s if unit.plan.gradients == "host" else 0.0
         if unit.is_read_again and unit.plan.gradients == "disk":
@@ -199,12 +199,12 @@ class Times:
         return 0.0
 
     def asked_for(self, unit: Trained, ready: Moment) -> Moment:
-        """When something can begin for an update, of what is ready. Args: ready: Whoever asks."""
+        """Return when work for an update can begin. Args: ready: When its input is ready, whenever it is asked for."""
         return max(ready, unit.after) if self.is_behind and not unit.is_early else ready
 
 
 def _course(model: ModelSpec, visits: Sequence[Visit], rates: Rates) -> Course:
-    """Asked for often, with the same objects: what it holds keeps their numbers theirs."""
+    """Return the course of these visits. It is cached by object identity: it holds both, so ids are not reused."""
     known, key = rates.known, (id(model), id(visits))
     if key not in known:
         known[key] = Course(model, visits)

@@ -1,7 +1,7 @@
 """The work of a step, and between which visits each piece of it must lie, whatever the order of operations.
 
-What orders pieces is data alone: a gradient is made, goes home, is used by an update, and the update's weights are
-fetched again. What slots keep, or let happen ahead, is said as slack.
+Data alone orders the pieces: a gradient is made, goes home, is used by an update, and the update's weights are fetched
+again. What slots keep, or let happen ahead, is noted as slack.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from outcore.spec.plan import Plan, PoolKind
 from outcore.spec.schedule import Visit
 
 _BRINGING = ("disk_read", "h2d", "link")
-"""Links on which weights come, one after the other."""
+"""The links that bring weights, in this order."""
 
 
 class _Held(NamedTuple):
-    """Seconds that a slot is held: while it is filled, used, and emptied."""
+    """Seconds for which a slot is held: while it is filled, used, and emptied."""
 
     before_s: float
     used_s: float
@@ -42,9 +42,9 @@ def work_of(model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit],
     Args:
         model: Units in the plan's order.
         plan: Where they live, and how many slots they share.
-        rates: Of the machine, with this model.
-        visits: Of a step.
-        circumstances: Of the run.
+        rates: Rates of the machine, with this model.
+        visits: Visits of a step.
+        circumstances: Circumstances of the run.
     """
     return _Listing(Times(model, plan, rates, visits, circumstances)).list_all()
 
@@ -52,15 +52,15 @@ def work_of(model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit],
 def totals_of(
     model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit], circumstances: Circumstances
 ) -> Mapping[str, float]:
-    """The seconds of ``work_of`` alone: of units that are alike, one is looked at. Args: as of ``work_of``."""
+    """Return ``total_s`` of ``work_of`` alone, from one unit of all that are alike. Args: As in ``work_of``."""
     return _Listing(Times(model, plan, rates, visits, circumstances)).list_all(alike=True).total_s
 
 
 class _Fillings:
-    """What comes into slots ahead of its turn.
+    """Work that fills slots ahead of its turn.
 
-    Each slot can be filled once so. All others come when one has been used and emptied, by whichever unit that takes
-    the least time for it.
+    Each slot can be filled once that way. All other fillings come after a slot has been used and emptied, at the
+    earliest by the unit that takes the least time for that.
     """
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class _Fillings:
         self._freed_s: dict[str, float] = {}
 
     def add(self, job: Job, freed_s: float) -> None:
-        """Args: job: Held by slots. freed_s: From its filling until the slot is free again."""
+        """Add a filling. Args: job: Held by slots. freed_s: Seconds from there until the slot is free again."""
         self._freed_s[job.held_by] = min(self._freed_s.get(job.held_by, math.inf), freed_s)
         self._found.append(job)
 
     def jobs(self) -> list[Job]:
-        """When all have been added."""
+        """Return the jobs, once all have been added."""
         return [job._replace(head_s=job.head_s + self._freed_s[job.held_by]) for job in self._found]
 
 
@@ -89,7 +89,7 @@ class _Listing:
         self.work = Work(times.used_s, times.compute_s, starts=times.course.starts)
 
     def list_all(self, *, alike: bool = False) -> Work:
-        """All of it. Args: alike: Only sums count."""
+        """List all work. Args: alike: Whether only sums are needed."""
         self.work.total_s["compute"] += sum(self.work.compute_s)
         if self._times.rates.host_runs_ahead:
             self.work.total_s["host"] = self._times.host_s()
@@ -127,7 +127,7 @@ class _Listing:
         self._sent(unit, begin)
 
     def _sent(self, unit: Trained, begin: Moment) -> None:
-        """New weights, if they must be sent; behind the update, and behind ``step()``."""
+        """List the sending of new weights, if they must be sent: behind the update, and behind ``step()``."""
         seconds, tail_s = unit.costs.sent_s, sum(unit.costs.bring_s)
         updated_s = unit.costs.update_s + unit.costs.gathered_s
         if not seconds:
@@ -151,7 +151,7 @@ class _Listing:
             seconds = rates.move_s("d2h", spec.update_bytes)
             asked = self._times.asked_for(unit, unit.made[-1])
             self.work.add("d2h", seconds, asked, unit.first, update_s + tail_s)
-            if plan.early and not unit.is_early:  # it was copied for an update that was overtaken
+            if plan.early and not unit.is_early:  # copied for an update that was overtaken
                 self.work.add("d2h", seconds, unit.made[-1], unit.made[0].visit + len(self._times.visits) + 1, 0.0)
             self._hold("gradients", spec.update_bytes, _Held(seconds, update_s, 0.0), unit, tail_s)
         nbytes = unit.costs.states_bytes
@@ -194,9 +194,9 @@ class _Listing:
     # Slots.
 
     def _hold(self, kind: PoolKind, nbytes: int, held: _Held, unit: Trained, tail_s: float) -> None:
-        """A slot is held while it is filled, used and emptied.
+        """List the seconds for which a slot is held: while it is filled, used and emptied.
 
-        All that there are may be filled before their turn, unless nothing is asked for that soon, and emptied later.
+        All slots may be filled before their turn, unless nothing is asked for that early, and emptied later.
         """
         size, num_slots = self._times.pool("device" if kind == "staging" else "host", kind, nbytes)
         name = f"{num_slots} slots for {kind} of {size} bytes"
@@ -209,28 +209,28 @@ class _Listing:
             self.work.jobs.append(Job(name, sum(held) / num_slots, *unit.after, unit.first, tail_s, name))
 
     def _ahead(self, link: str, kind: PoolKind, nbytes: int, held: _Held, unit: Trained, tail_s: float) -> None:
-        """What comes into a slot before an update, ahead of its turn if there is one: see ``_Fillings``."""
+        """List what fills a slot before an update, ahead of its turn if a slot is free: see ``_Fillings``."""
         if not unit.is_early and self._times.waits:
             slots = self._slack(link, kind, nbytes, held.before_s)
             job = Job(link, held.before_s, *unit.after, unit.first, held.used_s + tail_s, slots)
             self._fillings.add(job, held.used_s + held.after_s)
 
     def _behind_s(self, held: _Held, tail_s: float) -> float:
-        """What comes behind the slots that must be emptied: the last one is filled and used once more.
+        """Return the seconds that follow when slots have been emptied: the last one is filled and used once more.
 
-        Of more units than slots, the last to be filled waits until all others but those in slots were emptied.
+        With more units than slots, the last unit waits until all others but those in slots have been emptied.
         """
         return held.before_s + held.used_s + tail_s if self._times.waits else 0.0
 
     def _slack(self, link: str, kind: PoolKind, nbytes: int, seconds: float) -> str:
-        """Slots may hold some of these. Returns which ones."""
+        """Note seconds of work that slots may hold. Returns the name of these slots."""
         size, num_slots = self._times.pool("device" if kind == "staging" else "host", kind, nbytes)
         slots = f"{num_slots} slots for {kind} of {size} bytes"
         self._held_s[link, slots, num_slots] += [seconds] * self.work.count
         return slots
 
     def _take_off(self) -> None:
-        """What is left out of sums, and of what a step must read: states and gradients that slots keep."""
+        """Set what slots may hold, and take the states that slots keep off what a step must read."""
         self.work.jobs += self._fillings.jobs()
         for (link, slots, number), held_s in self._held_s.items():
             self.work.slack_s[link, slots] = most_of(held_s, number)
@@ -255,7 +255,7 @@ class _Listing:
     def _sweep(
         self, link: str, seconds: Mapping[int, float], slots: int, trained: Mapping[int, Trained] | None
     ) -> None:
-        """Args: trained: None: only sums count."""
+        """List the weights that a link brings. Args: trained: Updated units by index; None if only sums are needed."""
         if not any(seconds.values()):
             return
         course = self._times.course
@@ -263,7 +263,7 @@ class _Listing:
         for i in course.pieces:
             by_visit[i] = 0.0
         places = {i: unit for unit, i in course.firsts.items() if by_visit[i] and unit in course.changed}
-        """Of units that have just been updated."""
+        """Visit -> unit, for units that have just been updated."""
         if trained is not None:
             firsts: list[Job | None] = [None] * len(by_visit)
             for i, unit in places.items():
@@ -274,7 +274,7 @@ class _Listing:
             self.work.total_s[link] += sum(by_visit[start:stop]) - most_of(again, slots)
 
     def _first(self, link: str, unit: Trained, seconds: float) -> Job:
-        """Of updated weights: they come behind the update."""
+        """Return the job of updated weights: they come behind the update."""
         brought, place = unit.costs.bring_s, _BRINGING.index(link)
         head_s = unit.costs.gathered_s + unit.costs.sent_s + sum(brought[:place])
         ready = unit.after.plus(head_s if unit.is_early else head_s + unit.costs.update_s)

@@ -1,1 +1,1 @@
-"""A forward followed on shapes alone: what its calls save, and what a step has alive."""
+"""A forward followed on shapes alone: what its calls save, and what is alive during a step."""

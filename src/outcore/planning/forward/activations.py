@@ -1,7 +1,7 @@
-"""What forwards save and what a step has alive, from shapes alone. See [Note: footprint].
+"""What forwards save, and what is alive during a step, from shapes alone. See [Note: footprint].
 
-Kernels differ between devices: attention on the CPU saves the scores, on a GPU it does not. So the shapes are followed
-on fake tensors of the device that will compute, with the kernels that torch would choose there. Nothing is computed.
+Kernels differ between devices: attention on the CPU saves the scores, on a GPU it does not. So the step runs on fake
+tensors of the device that will compute, with the kernels that torch would choose there. No values are computed.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ from outcore.spec.model import ParamSpec, UnitSpec
 from outcore.torch_private import pytree
 
 _TILE_BYTES = 4096 * 32768 * 2
-"""Of logits that a loss in tiles has at a time (TRL 1.16, ``kernels/chunked_logprob.py``, ``trainer/utils.py``)."""
+"""Bytes of logits that a loss in tiles holds at a time (TRL 1.16, ``kernels/chunked_logprob.py``,
+``trainer/utils.py``)."""
 
 
 def footprint_of(
     cut: Partition, sample: Mapping[str, Any], device: torch.device, *, makes_logits: bool = True
 ) -> Footprint:
-    """What a micro-batch saves, by unit and policy, and what is alive while a step works on it.
+    """Find what a micro-batch saves, by unit and policy, and what is alive while a step works on it.
+
+    The forward runs under autocast if the caller does.
 
     Args:
         cut: The model; parts of it may be on the meta device.
         sample: Keyword arguments of its forward, as large as they will come. Only shapes and dtypes count. The step is
-            followed through the loss that the model gives, else through a cross entropy over its largest result.
-        device: That will compute.
-        makes_logits: Of the whole micro-batch. False: the loop works them out in tiles.
+            followed through the loss that the model returns, else through a cross entropy over its largest result.
+        device: The device that will compute.
+        makes_logits: Whether logits of the whole micro-batch are made. False: the loop computes them in tiles.
 
     Returns:
-        The footprint; without steps where backward cannot be followed on shapes. The forward is that under autocast if
-        this is called under it.
+        The footprint; without steps if backward cannot be followed on shapes.
 
     Raises:
         ConfigError: The model cannot be run with these arguments, or not without values.
@@ -88,7 +90,7 @@ def footprint_of(
     saved = {name: unit.saved for name, unit in units.items()}
     shared = sum(watch.shared.values())
     steps = watch.steps if is_whole else []
-    numbers = sum(len(unit.trainable) for unit in cut.spec.units) + len(steps)  # norms; two stand for what a call had
+    numbers = sum(len(unit.trainable) for unit in cut.spec.units) + len(steps)  # norms; two replace what a call had
     loose = numbers * ALIGN_BYTES
     found = Footprint(saved=saved, steps=steps, pieces=count, shared_bytes=shared, loose_bytes=loose)
     if count == 1:
@@ -99,7 +101,10 @@ def footprint_of(
 
 
 def _gradients_before_units(root: UnitSpec, own: Mapping[str, torch.Tensor], watch: Watch) -> list[ParamSpec]:
-    """Those of the root, such as of output embeddings, to be filled in when backward comes to them."""
+    """Return a list that backward fills: parameters of the root with gradients before any unit's backward.
+
+    Output embeddings are an example.
+    """
     found: list[ParamSpec] = []
 
     def reached(spec: ParamSpec, _: torch.Tensor) -> None:
@@ -112,16 +117,16 @@ def _gradients_before_units(root: UnitSpec, own: Mapping[str, torch.Tensor], wat
 
 
 def _head_bytes(model: nn.Module, autocast: Autocast) -> int:
-    """Of what autocast makes of output embeddings, for each piece anew."""
+    """Return the bytes of the casts that autocast makes of output embeddings, anew for each piece."""
     weights = [w for head in output_embeddings(model) if isinstance(w := getattr(head, "weight", None), torch.Tensor)]
     cast = [w for w in weights if autocast.is_on and w.dtype != autocast.dtype]
     return sum(w.numel() * autocast.dtype.itemsize for w in cast)
 
 
 def _loss_in_tiles(model: nn.Module, tokens: int) -> int:
-    """Bytes beside the hidden states: gradients in fp32 of the weight and of these, copies of both, and a tile.
+    """Return the bytes beside the hidden states: fp32 gradients of the weight and of these, copies, and a tile.
 
-    Without Triton a tile is held in fp32, too, some times over; that is for devices that are no accelerators.
+    Without Triton a tile is also held in fp32, several times over; that is the case on devices without accelerators.
     """
     weights = [w for head in output_embeddings(model) if isinstance(w := getattr(head, "weight", None), torch.Tensor)]
     if not weights:
@@ -136,7 +141,7 @@ def _pairs(cut: Partition) -> Iterator[tuple[UnitSpec, nn.Module]]:
 
 
 def loss_of(result: Any) -> torch.Tensor | None:
-    """What a loop would call backward on."""
+    """Return what a loop would call backward on, or a stand-in for it; None if no result needs a gradient."""
     loss = getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -148,21 +153,21 @@ def loss_of(result: Any) -> torch.Tensor | None:
 
 
 class _Unit:
-    """Counts what calls of a unit save, and recomputes them."""
+    """Runs the calls of a unit so that they are recomputed in backward, and counts what they save."""
 
     def __init__(self, name: str, module: nn.Module, watch: Watch, known: dict[Any, _Known], count: int) -> None:
-        """Args: known: Of the calls of all units. count: Pieces in which it runs a batch."""
+        """Args: known: What calls of all units did, by kind. count: Pieces in which the unit runs a batch."""
         self.name, self.watch, self._module, self._known, self._count = name, watch, module, known, count
         self.saved = NOTHING
-        """Of the largest calls."""
+        """What the largest calls save."""
         self.forward: Callable[..., Any] = module.forward
 
     def params(self) -> list[torch.Tensor]:
-        """That need a gradient: the fakes, while they are lent."""
+        """Return the parameters that need a gradient: the fake ones, while they are lent to the module."""
         return [p for p in self._module.parameters() if p.requires_grad]
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the module's forward."""
+        """Run in place of the module's forward."""
         leaves, form = pytree.tree_flatten((args, kwargs))
         rows = rows_of([t for t in leaves if isinstance(t, torch.Tensor)])
         sizes = sizes_of(rows, self._count)
@@ -198,12 +203,12 @@ class _Unit:
         return pytree.tree_unflatten([next(made) if i in run.made else t for i, t in enumerate(results)], form)
 
     def count(self, saved: Saved) -> None:
-        """Of one call."""
+        """Count what one call saves."""
         self.saved = self.saved.or_more(saved)
 
 
 class _Known:
-    """What the first call of its kind did: others do the same, and need not be followed."""
+    """What the first call of a kind did. The others do the same, and need not be followed."""
 
     def __init__(self) -> None:
         self.saved = NOTHING
@@ -211,22 +216,26 @@ class _Known:
         self.made_bytes = 0
         """As ``Step.made_bytes``."""
         self.result: Any = None
-        """Shapes in place of results; None until they are known, and where they are not shapes alone."""
+        """Shapes in place of results; None until they are known, or if shapes alone do not describe them."""
         self.grads: list[bool] | None = None
-        """Which arguments got one."""
+        """Which arguments got a gradient; None until that is known."""
 
 
 class _Run:
-    """One call, to be repeated."""
+    """One call, which backward repeats."""
 
     def __init__(
         self, unit: _Unit, leaves: list[Any], form: Any, given: list[int], met: list[bool], known: _Known
     ) -> None:
-        """Args: leaves: All parts of the arguments.
+        """Prepare a call.
 
-        given: Which of them get a gradient.
-        met: Whether an earlier unit got these, too.
-        known: Of such calls.
+        Args:
+            unit: The unit that is called.
+            leaves: All parts of the arguments.
+            form: The form of the arguments.
+            given: Which of the leaves need a gradient.
+            met: Whether an earlier unit got these, too.
+            known: What is known of calls of this kind.
         """
         self.unit, self.given, self.known, self._met, self._form = unit, given, known, met, form
         self.leaves = [None if i in given else leaf for i, leaf in enumerate(leaves)]
@@ -235,12 +244,12 @@ class _Run:
         self._autocast = Autocast.now(unit.watch.device)
 
     def begin_call(self, given: Sequence[torch.Tensor]) -> Saving:
-        """Args: given: Arguments that get a gradient."""
+        """Begin to note what a call saves. Args: given: Arguments that need a gradient."""
         arguments = [t for t in (*self.leaves, *given) if isinstance(t, torch.Tensor)]
         return self.unit.watch.begin_call(arguments, itertools.compress(given, self._met))
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """On leaves that share the memory of these. Returns them, and results with a gradient."""
+        """Run on new leaves that share memory with these tensors. Returns the leaves, and results with a gradient."""
         inner = [t.detach().requires_grad_() for t in tensors]
         leaves = [own_cache(leaf) if is_cache(leaf) else leaf for leaf in self.leaves]
         for i, leaf in zip(self.given, inner, strict=True):
@@ -255,14 +264,14 @@ class _Run:
         return inner, [t for i, t in enumerate(results) if i in self.made]
 
     def learn(self, made: Sequence[torch.Tensor], saved: Saved) -> None:
-        """What the first call gave."""
+        """Keep what the first call saved and returned."""
         known, results = self.known, pytree.tree_leaves(self.result)
         known.saved, known.forward = saved, self.unit.watch.risen
         if all(i in self.made or t is None or isinstance(t, bool | int | float | str) for i, t in enumerate(results)):
             known.result = pytree.tree_map_only(torch.Tensor, Shape, self.result)
 
     def invent(self) -> list[torch.Tensor]:
-        """Results as the first call gave them."""
+        """Make results like those of the first call."""
         self.unit.watch.rise(self.known.forward)
         self.result = pytree.tree_map_only(Shape, Shape.empty, self.known.result)
         results = pytree.tree_leaves(self.result)
@@ -277,7 +286,7 @@ class _Again(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        ctx.given = [t.detach() for t in given]  # not as they are: the watch asks whether a variable has them
+        ctx.given = [t.detach() for t in given]  # the watch notes when the tensors themselves are gone
         unit, watch = run.unit, run.unit.watch
         watch.visit(unit.name, is_backward=False)
         if run.known.result is not None:

@@ -1,4 +1,4 @@
-"""Calls of blocks that do the same, as far as shapes tell: one of them is followed, and stands for the others."""
+"""Calls of blocks that do the same, as far as shapes tell: one of each kind is followed, and stands for the others."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _OWN = "_is_of_one_run"
 
 
 def is_cache(value: Any) -> bool:
-    """Whether it is a key-value cache of Transformers."""
+    """Return whether a value is a key-value cache of Transformers."""
     return _is_cache_class(type(value))  # type: ignore[arg-type]  # classes can be hashed
 
 
 @functools.lru_cache(maxsize=256)
 def _is_part_of_cache(kind: type) -> bool:
-    """Whether objects of this class are such caches, or layers in one."""
+    """Return whether objects of this class are such caches, or layers in one."""
     return any(c.__module__ == "transformers.cache_utils" for c in kind.__mro__)
 
 
@@ -33,7 +33,7 @@ def _is_cache_class(kind: type) -> bool:
 
 
 def own_cache(part: Any) -> Any:
-    """A copy of an empty cache, down to its layers' lists. Memory: what its tensors take, usually none."""
+    """Copy an empty cache, down to its layers' lists. Memory: what its tensors take, usually none."""
     kind = type(part)
     if kind is list:
         return [own_cache(p) for p in part]
@@ -50,45 +50,45 @@ def own_cache(part: Any) -> Any:
 
 
 def is_own(value: Any) -> bool:
-    """Whether it is such a copy, which nobody will read again."""
+    """Return whether a value is a copy that ``own_cache`` made, which nothing will read again."""
     return is_cache(value) and _OWN in value.__dict__
 
 
 class Shape:
-    """Of a tensor."""
+    """The shape, strides, dtype and device of a tensor, and whether it needs a gradient."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.size, self.stride, self.dtype, self.device = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
         self.requires_grad = tensor.requires_grad
 
     def empty(self) -> torch.Tensor:
-        """One without values."""
+        """Make a tensor of this shape, without values and without a gradient."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 def arguments_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], of_cache: Callable[[Any], Any] = lambda _: None
 ) -> tuple[list[Any], Any]:
-    """All parts of the arguments of a call, and their form. Args: of_cache: What stands for a key-value cache."""
+    """Return all parts of a call's arguments, and their form. Args: of_cache: Replaces a key-value cache."""
     values = [of_cache(value) if is_cache(value) else value for value in args]
     named = {name: of_cache(value) if is_cache(value) else value for name, value in kwargs.items()}
     return pytree.tree_flatten((values, named))
 
 
 def kind_of(module: nn.Module, leaves: Sequence[Any], form: Any) -> Hashable:
-    """Equal for calls that do the same. Args: leaves, form: Of ``arguments_of``."""
+    """Return a key that is equal for calls that do the same. Args: leaves, form: From ``arguments_of``."""
     return type(module), module.training, *map(_shape, module.parameters()), *map(_shape, leaves), str(form)
 
 
 def _shape(value: Any) -> Any:
-    """Equal for two parts of arguments with which a block does the same, as far as shapes tell."""
+    """Return a key, equal for parts of arguments with which a block does the same, as far as shapes tell."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.requires_grad
     return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
 def stand_in(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """Let a function take the place of a module's forward. Returns what undoes that."""
+    """Replace a module's forward by a function. Returns a function that undoes it."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = call
 

@@ -1,4 +1,4 @@
-"""What blocks are called with in a forward, on shapes alone: one call of each kind, and which units make it."""
+"""The arguments of blocks in a forward, on shapes alone: one call of each kind, and which units make it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from outcore.torch_private import pytree
 
 
 class Call(NamedTuple):
-    """Of a unit, with shapes in place of tensors."""
+    """A call of a unit, with shapes in place of tensors."""
 
     unit: str
-    """The first that makes it."""
+    """The first unit that makes it."""
     leaves: Sequence[Any]
+    """All parts of the arguments."""
     form: Any
-    """Of the arguments, whose parts the leaves are."""
+    """The form of the arguments, in which the leaves stand."""
     result: Any
 
 
 class Calls(NamedTuple):
-    """Of one forward."""
+    """The calls of one forward."""
 
     kinds: Mapping[Hashable, Call]
     of: Mapping[str, Sequence[Hashable]]
@@ -42,7 +43,7 @@ def calls_of(cut: Partition, sample: Mapping[str, Any], device: torch.device) ->
     Args:
         cut: The model; parts of it may be on the meta device.
         sample: Keyword arguments of its forward. Only shapes and dtypes count.
-        device: That will compute.
+        device: The device that will compute.
 
     Raises:
         ConfigError: The model cannot be run with these arguments, or not without values.

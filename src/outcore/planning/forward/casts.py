@@ -1,4 +1,4 @@
-"""Casts that autocast makes of weights: nobody need keep them, since the weight is there when backward comes."""
+"""Casts that autocast makes of weights. They need not be kept, since the weight is there when backward comes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def cast_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The leaf of which a tensor is a cast, or a view of one; None: it is something else, or needs no gradient."""
+    """Return the leaf of which a tensor is a cast, or a view of one; None if it is neither, or needs no gradient."""
     whole = tensor if tensor._base is None else tensor._base
     node = whole.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
@@ -19,7 +19,7 @@ def cast_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class Autocast(NamedTuple):
-    """Autocast on one kind of device."""
+    """The state of autocast on one kind of device."""
 
     device_type: str
     dtype: torch.dtype
@@ -27,14 +27,14 @@ class Autocast(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> Autocast:
-        """As it is around the caller."""
+        """Return the state around the caller."""
         kind = device.type
         return cls(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     def again(self) -> torch.autocast:
-        """Context in which it is as it was."""
+        """Return a context in which autocast is as it was."""
         return torch.autocast(self.device_type, self.dtype, enabled=self.is_on)
 
     def off(self) -> torch.autocast:
-        """Context in which nothing is cast."""
+        """Return a context in which nothing is cast."""
         return torch.autocast(self.device_type, enabled=False)

@@ -1,4 +1,4 @@
-"""Results that are dear to compute for their bytes: what policy ``select`` saves instead of computing it again.
+"""Results that are dear (expensive to compute for their size), which policy ``select`` saves.
 
 [Note: select] Matrix products and attention take most of a block's work, and their results are a small part of what
 autograd saves. Everything else (norms, activation functions, positions) is bound by memory: to compute it again takes
@@ -16,28 +16,29 @@ from torch.utils.flop_counter import flop_registry
 from outcore.torch_private import OpOverload, pytree
 
 DEAR_FLOP_PER_BYTE = 200
-"""Of the result. An A100 computes so many for each byte that it reads: 312 TFLOP/s in bf16 over 1.555 TB/s (NVIDIA,
-"A100 Tensor Core GPU Architecture"). Below that, computing takes no longer than moving."""
+"""Operations per byte of the result from which it is dear. An A100 computes as many for each byte that it reads: 312
+TFLOP/s in bf16 over 1.555 TB/s (NVIDIA, "A100 Tensor Core GPU Architecture"). Below that, computing takes no longer
+than moving."""
 
 
 _ATTENTION = "_scaled_dot_product"
-"""Begins the names of attention kernels. Torch's table leaves out the CPU's, and torch 2.11's refuses queries that
-have more heads than keys."""
+"""Prefix of the names of attention kernels. Torch's table of operations leaves out those of the CPU, and the table of
+torch 2.11 refuses queries that have more heads than keys."""
 
 
 _PRODUCTS = ("grouped_mm", "gemm_4bit", "int8_scaled_mm", "int8_mixed_scaled_mm")
-"""In the names of products with one matrix per expert (torch's, and Transformers' own), or with a quantised one
-(bitsandbytes'). The table has none of them."""
+"""Parts of the names of products with one matrix per expert (from torch, and from Transformers), or with a quantised
+matrix (from bitsandbytes). Torch's table has none of them."""
 
 
 def may_be_dear(func: Any) -> bool:
-    """Whether an operation is one of which the work is known."""
-    packet = getattr(func, "overloadpacket", None)  # operations of higher order have none
+    """Return whether an operation is one whose work is known."""
+    packet = getattr(func, "overloadpacket", None)  # higher-order operations have none
     return packet in flop_registry or _is_attention(packet) or _is_product(packet)
 
 
 def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """What attention of every query to every key computes. Args: ``(batch, heads, length, features)``."""
+    """Count the operations of attention of all queries to all keys. Args: ``(batch, heads, length, features)``."""
     batch, heads, queries, features = query.shape
     return 2 * batch * heads * queries * key.shape[-2] * (features + value.shape[-1])
 
@@ -52,7 +53,7 @@ def _is_product(packet: Any) -> bool:
 
 
 def flops_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
-    """What an operation computes. Args: func: ``may_be_dear``. result: What it gave for these arguments."""
+    """Count the operations. Args: func: One that ``may_be_dear``. result: What it returned for these arguments."""
     if _is_attention(func.overloadpacket):
         return float(attention_flops(*args[:3]))
     if _is_product(func.overloadpacket):  # a row of the first operand meets one matrix
@@ -61,7 +62,7 @@ def flops_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], r
 
 
 def is_dear(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Whether to save a result. Args: func: ``may_be_dear``. result: What it gave for these arguments."""
+    """Tell whether to save a result. Args: func: One that ``may_be_dear``. result: What it returned for these args."""
     if _draws(func, args, kwargs):
         return False
     tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
@@ -69,7 +70,7 @@ def is_dear(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], re
 
 
 def _draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it takes random numbers, which those behind it would then find taken or not."""
+    """Tell whether it draws random numbers: if saved, it would not draw again, and later ones would draw others."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = [argument.name for argument in func._schema.arguments]

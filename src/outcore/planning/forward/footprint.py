@@ -1,9 +1,9 @@
-"""What activations and workspace take on the device at most, for any choice of policies. See [Note: footprint].
+"""The most that activations and workspace take on the device, for any choice of policies. See [Note: footprint].
 
 [Note: footprint] One step is followed, on shapes alone, in which every unit is recomputed (``forward.activations``). It
-gives, visit by visit, how many bytes are alive. From that any other choice is worked out. What a unit keeps beyond its
-arguments comes on top from its forward to its backward. What leaves is gone, arguments too, when the call after the
-next begins ([Note: activations away] in ``order.activations``), and comes back into slots, which the plan lists.
+tells, visit by visit, how many bytes are alive. Any other choice is worked out from that. What a unit keeps beyond its
+arguments comes on top, from its forward to its backward. What leaves is gone, arguments too, when the call after the
+next begins ([Note: activations away] in ``order.activations``). It comes back into slots, which the plan lists.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from outcore.spec.model import ParamSpec
 from outcore.spec.plan import Plan, Policy, UnitPlan
 
 STAY = 2
-"""The latest calls, the one that runs among them, whose activations are still on the device."""
+"""The number of latest calls, with the one that runs, whose activations are still on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Bytes that one call of a unit saves, by policy: those that can leave the device, in multiples of 4 KiB."""
+    """Bytes that one call of a unit saves, by policy: what can leave the device, in multiples of 4 KiB."""
 
     keep: int
     select: int
     recompute: int
-    """The arguments that need a gradient."""
+    """Bytes of the arguments that need a gradient."""
     kept: int
-    """What ``keep`` holds where nothing leaves: all arguments, and casts of weights, too."""
+    """Bytes that ``keep`` holds where nothing leaves: all arguments and casts of weights, too."""
     cast: int
-    """The largest cast of a weight. Where ``keep`` leaves, backward makes it again."""
+    """Bytes of the largest cast of a weight. Where ``keep`` leaves the device, backward makes the cast again."""
     small: int = 0
-    """What ``keep`` holds beside that, in storages so small that they stay on the device in any case."""
+    """Bytes that ``keep`` holds beside that, in storages so small that they stay on the device in any case."""
 
     def of(self, policy: Policy) -> int:
-        """By name."""
+        """Return the bytes of a policy."""
         found: int = getattr(self, policy)
         return found
 
     def or_more(self, other: Saved) -> Saved:
-        """The larger of each."""
+        """Return the larger of each field."""
         return Saved(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
 
 
@@ -52,43 +52,44 @@ class Step:
     """A visit of a unit and what follows it, up to the next one, in a step that recomputes everything."""
 
     unit: str
-    """The root where none has been visited yet."""
+    """The unit's name; the root's if no unit has been visited yet."""
     is_backward: bool
     begin_bytes: int
-    """Alive when it begins."""
+    """Bytes alive when it begins."""
     peak_bytes: int
-    """Alive at most."""
+    """The most bytes alive."""
     select_bytes: int
-    """Alive at most if this call has kept what is selected, as a whole."""
+    """The most bytes alive if this call has kept what is selected, as a whole."""
     keep_bytes: int
-    """In forward: alive at most if this call keeps all that autograd saves."""
+    """In forward: the most bytes alive if this call keeps all that autograd saves."""
     made_bytes: int = 0
-    """What the walk through the unit's graph makes, at most at a time, without what was saved for it."""
+    """The most bytes that backward through the unit's graph has made at a time, without what was saved for it."""
     again_bytes: int = 0
-    """In backward: alive at most while the unit runs again, if what is selected is held beside that."""
+    """In backward: the most bytes alive while the unit runs again, if what is selected is held beside that."""
     is_first_gone: bool = False
-    """In forward: the model has let go of what its first unit got before most is alive."""
+    """In forward: whether the model lets go of its first unit's arguments before the most is alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Of one micro-batch."""
+    """What one micro-batch saves, and what is alive during its step."""
 
     saved: Mapping[str, Saved]
-    """By unit, without the root."""
+    """By unit, without the root: what its largest calls save."""
     steps: Sequence[Step]
-    """Empty where the step could not be followed."""
+    """The visits of the step; empty if it could not be followed."""
     shared_bytes: int = 0
-    """Arguments that several units get: only the first sends them, and for the others they stay on the device."""
+    """Bytes of arguments that several units get: only the first sends them; they stay on the device for the others."""
     pieces: int = 1
     """Calls in which a unit runs the micro-batch."""
     sums: Mapping[str, int] = field(default_factory=dict)
-    """By unit: of its gradients over several pieces. They are loose on the device where gradients live there."""
+    """By unit: bytes of the sum of its gradients over several pieces. It is outside of the plan's memory, on the
+    device, where gradients live there."""
     loose_bytes: int = 0
-    """Of single numbers, each in a block of its own. The loop may hold them from the step before, too."""
+    """Bytes of single numbers, each in a block of its own. The loop may hold them from the step before, too."""
 
     def with_loss(self, nbytes: int) -> Footprint:
-        """With so much more alive between the last forward and the first backward."""
+        """Add bytes that are alive between the last forward and the first backward."""
         steps = list(self.steps)
         first = next((i for i, step in enumerate(steps) if step.is_backward), 0)
         if first:
@@ -103,7 +104,7 @@ class Footprint:
         return replace(self, steps=steps)
 
     def with_casts(self, nbytes: int) -> Footprint:
-        """With so much more alive behind the last forward, where the root computes results and loss."""
+        """Add bytes that are alive after the last forward, where the root computes results and loss."""
         steps = list(self.steps)
         last = next((i for i, step in enumerate(steps) if step.is_backward), 0) - 1
         if last >= 0:
@@ -112,11 +113,11 @@ class Footprint:
         return replace(self, steps=steps)
 
     def with_sums(self, early: Sequence[ParamSpec], logits_bytes: int) -> Footprint:
-        """With sums of the root's gradients over pieces, in their update dtype, where one of the whole batch was seen.
+        """Add sums of the root's gradients over pieces, in their update dtype, where a whole batch's gradient was seen.
 
         Args:
-            early: Parameters whose gradients are there before backward comes to units.
-            logits_bytes: Of the gradient that all pieces of the head share.
+            early: Parameters whose gradients are there before backward reaches any unit.
+            logits_bytes: Bytes of the gradient that all pieces of the head share.
         """
         more = sum(param.update_bytes - param.weight_bytes for param in early)
         added = max((_adding(param) for param in early), default=0)
@@ -136,15 +137,15 @@ class Footprint:
 
     @property
     def keep_bytes(self) -> int:
-        """What all units save that keep everything."""
+        """Bytes that all units save if they keep everything."""
         return self.pieces * sum(saved.keep for saved in self.saved.values())
 
     def peak_bytes(self, units: Iterable[UnitPlan]) -> int:
-        """Device bytes beside the plan's own, at most, with the policies of these units."""
+        """Return the most device bytes beside the plan's own, with the policies of these units."""
         return max((nbytes + self.loose_bytes for _, nbytes in self.alive(units)), default=0)
 
     def alive(self, units: Iterable[UnitPlan]) -> Iterator[tuple[Step, int]]:
-        """The same for every visit alone. Args: units: With their policies."""
+        """Yield the same for every visit, without loose bytes. Args: units: Units with their policies."""
         plans = {unit.name: unit for unit in units}
         waiting: list[_Waiting] = []  # calls between forward and backward, the latest last
         summed = set[str]()  # units of which a piece has given gradients
@@ -159,7 +160,7 @@ class Footprint:
                 for call in waiting[:-STAY]:
                     call.has_left = call.leaves
                 held = sum(call.beyond for call in waiting[:-1])
-                if self.pieces == 1 and waiting[0].has_left and not step.is_first_gone:  # in a variable
+                if self.pieces == 1 and waiting[0].has_left and not step.is_first_gone:  # a variable holds it
                     held += waiting[0].saved.recompute
                 yield step, waiting[-1].ran(step) + held + self._staying(waiting)
                 continue
@@ -172,22 +173,22 @@ class Footprint:
             yield step, mine.walked(step) + sums + held
 
     def _staying(self, waiting: Sequence[_Waiting]) -> int:
-        """Of arguments that some call has sent: others got them, too, for which they are on the device still."""
+        """Return bytes of arguments that a call has sent, and that stay on the device for other calls."""
         return self.shared_bytes if any(call.has_left for call in waiting) else 0
 
 
 def _adding(param: ParamSpec) -> int:
-    """Beside the sum so far, while a gradient of one piece is added to it."""
+    """Return the bytes beside the sum so far while the gradient of one piece is added to it."""
     is_anew = param.update_dtype == param.dtype
     return (2 if is_anew else 1) * param.weight_bytes
 
 
 def as_run(plan: Plan, saved: Mapping[str, Saved], nbytes: int) -> Plan:
-    """A plan as a run obeys it: calls keep their activations while there is room, those first in forward first.
+    """Return a plan as a run obeys it: calls keep their activations while there is room, the first units first.
 
     Args:
-        plan: Its policies say what becomes of the others.
-        saved: What a call of each unit saves. A unit that is missing saves what nobody knows, and is not kept.
+        plan: The plan, whose policies say what becomes of the other activations.
+        saved: What a call of each unit saves. It is not known for a missing unit, whose activations are not kept.
         nbytes: The room, for one call of each unit.
     """
     units = []
@@ -207,31 +208,31 @@ class _Waiting:
     """A call between its forward and its backward."""
 
     def __init__(self, unit: str, saved: Saved, plan: UnitPlan, *, has_home: bool) -> None:
-        """Args: has_home: Of the unit, for what it saves."""
+        """Args: has_home: Whether the unit has a free home for what the call saves."""
         self.unit, self.saved, self.plan = unit, saved, plan
         self.leaves = has_home and plan.activations != "device"
         self.has_left = False
 
     def ran(self, step: Step) -> int:
-        """What is alive at most while its forward runs, without what other calls have beyond their arguments."""
+        """Return the most bytes alive while its forward runs, without what other calls have beyond their arguments."""
         most = {"keep": step.keep_bytes, "select": step.select_bytes, "recompute": step.peak_bytes}[self.plan.policy]
         stays = self.plan.policy == "keep" and not self.leaves and self.saved.cast > 0
         return most + (self.saved.kept - self.saved.keep if stays else 0)  # casts of weights stay, too
 
     def walked(self, step: Step) -> int:
-        """What is alive at most while its backward runs, without other calls."""
+        """Return the most bytes alive while its backward runs, without those of other calls."""
         whole = step.begin_bytes + step.made_bytes + self.saved.cast - self.saved.recompute
         if self.has_left:
             is_kept = self.plan.policy == "keep"
             return whole + self.saved.small if is_kept else step.peak_bytes - self.saved.recompute
         if not self.leaves or self.plan.policy == "recompute":
             return max(step.peak_bytes, step.again_bytes if self.plan.policy == "select" else 0)
-        # What was to leave is held as a whole; else backward lets go of it bit by bit.
+        # What was to leave is held as a whole. Otherwise backward lets go of it bit by bit.
         return whole + self.saved.keep + self.saved.small if self.plan.policy == "keep" else step.select_bytes
 
     @property
     def beyond(self) -> int:
-        """What it has on the device beyond its arguments. Negative where those have left."""
+        """Bytes that it has on the device beyond its arguments; negative if those have left."""
         small = self.saved.small if self.plan.policy == "keep" else 0
         if self.plan.policy == "keep" and not self.leaves:
             return self.saved.kept + small - self.saved.recompute

@@ -1,8 +1,8 @@
-"""Rows of a batch: tensors cut along their first dimension, and joined again, as each piece would be had it come alone.
+"""Rows of a batch: tensors cut along their first dimension, as if each piece had come alone, and joined again.
 
-[Note: as if alone] Kernels are chosen by strides and by where memory begins, and round differently. So a piece has
-strides as a batch of its rows would have, and begins where an allocator would let it, else it gets memory of its own.
-The same holds for gradients on their way back.
+[Note: as if alone] Kernels are chosen by the strides and the alignment of their arguments, and round differently. So a
+piece has the strides that a batch of its rows would have, and begins where an allocator would let it, or else gets
+memory of its own. The same holds for gradients on their way back.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from outcore.planning.forward.watch import ALIGN_BYTES
 
 
 def sizes_of(rows: int, count: int) -> list[int]:
-    """Rows of each piece, as ``torch.chunk`` cuts: equal ones but for the last. Args: count: Pieces, at most."""
+    """Return the rows of each piece, as ``torch.chunk`` cuts: equal but for the last. Args: count: Pieces at most."""
     size = max(1, -(-rows // count))
     return [min(size, rows - start) for start in range(0, rows, size)]
 
 
 def rows_of(tensors: Sequence[torch.Tensor]) -> int:
-    """How many rows a call's arguments have: those of the first that has any, and a gradient if one has that."""
+    """Return how many rows a call's arguments have: those of the first with rows, preferably one with a gradient."""
     with_rows = [t for t in tensors if t.dim()]
     return next((len(t) for t in sorted(with_rows, key=lambda t: not t.requires_grad)), 1)
 
 
 def has_rows(tensor: torch.Tensor, rows: int) -> bool:
-    """Whether an argument has a row for each of the batch."""
+    """Return whether an argument has a row for each row of the batch."""
     return tensor.dim() > 0 and len(tensor) == rows
 
 
@@ -37,19 +37,19 @@ def cut_rows(tensor: torch.Tensor, sizes: Sequence[int], *, are_own: bool) -> Se
     """Cut a tensor along its rows.
 
     Args:
-        tensor: With a row for each of the batch.
-        sizes: Rows of each piece; together all.
-        are_own: Each piece gets memory of its own, unless the tensor is expanded.
+        tensor: A tensor with a row for each row of the batch.
+        sizes: Rows of each piece; together all rows.
+        are_own: Whether each piece gets memory of its own, unless the tensor is expanded.
     """
     found: Sequence[torch.Tensor] = _Cut.apply(tensor, sizes, are_own)
     return found
 
 
 class Whole:
-    """Pieces of a result behind one another, in memory as that of the whole batch would lie there."""
+    """Puts pieces of a result one after another, in memory laid out as the result of the whole batch would be."""
 
     def __init__(self, first: torch.Tensor, sizes: Sequence[int]) -> None:
-        """Args: first: Piece; it may have several rows for each of the batch. sizes: Rows of all pieces."""
+        """Args: first: A piece; it may have several rows for each row of the batch. sizes: Rows of every piece."""
         self._per_row = len(first) // sizes[0]
         self._sizes = [n * self._per_row for n in sizes]
         self._shape, self._end = first.shape[1:], 0
@@ -63,7 +63,7 @@ class Whole:
         """Copy the next piece. Its own memory is not needed any more.
 
         Returns:
-            What stands for it in the graph; None if it does not have the expected shape.
+            The tensor that stands for it in the graph; None if the piece does not have the expected shape.
         """
         size = self._sizes[len(self._parts)]
         if part.shape != (size, *self._shape):
@@ -74,13 +74,13 @@ class Whole:
         return self._parts[-1]
 
     def joined(self) -> torch.Tensor:
-        """The whole."""
+        """Return the whole, once all pieces have been put."""
         found: torch.Tensor = _Join.apply([self._memory], self._sizes, *self._parts)
         return found
 
 
 def _pieces(tensor: torch.Tensor, sizes: Sequence[int], *, are_own: bool) -> tuple[torch.Tensor, ...]:
-    parts = [part.detach() for part in tensor.split(sizes)]  # with its version: a change in place is noticed
+    parts = [part.detach() for part in tensor.split(sizes)]  # shares its version, so changes in place are noticed
     if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return tuple(parts)
     first = tensor.storage_offset()
@@ -113,7 +113,7 @@ class _Put(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, place: Sequence[torch.Tensor]) -> torch.Tensor:
         place[0].copy_(part)
-        return part.new_empty(()).expand(part.shape)  # stands for it in the graph
+        return part.new_empty(()).expand(part.shape)  # stands for the piece in the graph
 
     @staticmethod
     @once_differentiable
@@ -126,7 +126,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, memory: Sequence[torch.Tensor], sizes: Sequence[int], *parts: torch.Tensor) -> torch.Tensor:
         ctx.sizes = sizes
         ctx.set_materialize_grads(False)
-        return memory[0].data  # no view, which nobody might change in place
+        return memory[0].data  # not a view, which could not be changed in place
 
     @staticmethod
     @once_differentiable

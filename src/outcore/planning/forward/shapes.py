@@ -22,24 +22,24 @@ class Shapes(NamedTuple):
     """A model and a micro-batch without values."""
 
     own: Mapping[str, torch.Tensor]
-    """Parameters, what belongs to them, and buffers, by name."""
+    """Parameters, tensors that belong to them, and buffers, by name."""
     batch: Mapping[str, Any]
     forward: Callable[[Callable[[list[Any]], None]], None]
-    """Runs the model, and gives its result, in a list, to a function while the model has these parameters."""
+    """Runs the model and calls a function with its result, in a list, while these parameters are lent to the model."""
 
 
 @contextmanager
 def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -> Iterator[Shapes]:
-    """Have the model's parameters and buffers as fake tensors, and a forward over them.
+    """Provide the model's parameters and buffers as fake tensors, and a forward over them.
 
     Args:
         cut: The model; parts of it may be on the meta device.
         sample: Keyword arguments of its forward. Only shapes and dtypes count.
-        device: That will compute.
+        device: The device that will compute.
 
     Yields:
-        Fake tensors, and the forward, which raises ``ConfigError`` if the model cannot be run so. It runs under
-        autocast if the caller does; what follows it does not.
+        Fake tensors, and the forward, which raises ``ConfigError`` if the model cannot be run this way. It runs under
+        autocast if the caller does; the function that gets its result does not.
 
     Time of the forward: its Python, 1 to 3 s for a large model. Memory: none.
     """
@@ -61,9 +61,9 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
 
 @contextmanager
 def left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Behind the block modules have the attributes that they had, with the content that lists and dicts had.
+    """Restore the attributes of modules after the block, with the content that lists, dicts and sets had.
 
-    ``functional_call`` puts lent tensors back where a module is reached by two names, and forwards count or collect.
+    ``functional_call`` puts lent tensors back if a module is reached by two names, and forwards count or collect.
     """
     before = [
         (
@@ -89,7 +89,7 @@ def _holds(value: object) -> bool:
 
 
 class _Lent(nn.Module):
-    """A model whose parameters are lent for longer than its forward: backward may run it again."""
+    """A model that calls a function after its forward, while parameters are still lent: backward may run it again."""
 
     def __init__(self, model: nn.Module, then: Callable[[list[Any]], None], autocast: Autocast) -> None:
         super().__init__()
@@ -97,20 +97,20 @@ class _Lent(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> None:
         try:
-            result = [self.model(**batch)]  # in a list, from which it can be taken: nobody else shall keep it alive
+            result = [self.model(**batch)]  # in a list, from which ``then`` can take it: no frame keeps it
         except Exception as error:
             raise ConfigError(
                 "sample: expected keyword arguments with which the model runs on shapes alone, but it raised "
                 f"{type(error).__name__}: {error}; give a micro-batch as the loop does, or prepare without sample= and "
                 "activations="
             ) from error
-        torch.clear_autocast_cache()  # as behind a loop's own context
+        torch.clear_autocast_cache()  # as the end of a loop's own context does
         with self._autocast.off():
             self._then(result)
 
 
 def _fakes(cut: Partition, device: torch.device) -> dict[str, torch.Tensor]:
-    """Parameters in the dtypes in which they will be trained, and buffers, without bytes."""
+    """Return parameters in the dtypes in which they will be trained, and buffers, without bytes."""
     specs = {param.name: param for unit in cut.spec.units for param in unit.params}
     found: dict[str, torch.Tensor] = {}
     for name, p in cut.modules[0].named_parameters():

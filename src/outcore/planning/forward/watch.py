@@ -1,4 +1,4 @@
-"""What is alive while a step is followed on shapes alone, and what its calls save."""
+"""The bytes that are alive while a step is followed on shapes alone, and those that its calls save."""
 
 from __future__ import annotations
 
@@ -19,43 +19,44 @@ from outcore.torch_private import TorchDispatchMode, pytree
 SMALL_BYTES = 4096
 """Storages up to this size stay on the device."""
 ALIGN_BYTES = 512
-"""Storages begin at multiples of this, as allocators let them: kernels are chosen by how their arguments lie."""
+"""Storages begin at multiples of this, as allocators place them. Kernels are chosen by the alignment of arguments."""
 
 
 class Watch(TorchDispatchMode):
-    """What is alive while a step is followed. Allocators give multiples of 512 bytes."""
+    """Counts the bytes that are alive while a step is followed. Allocators give multiples of 512 bytes."""
 
     def __init__(self, device: torch.device) -> None:
-        """Args: device: That will compute."""
+        """Args: device: The device that will compute."""
         super().__init__()
         self.device = device
         self.steps: list[Step] = []
         self.staying: set[int] = set()
-        """Storages that the loop keeps in any case."""
+        """Numbers of the storages that stay in any case: parameters, buffers and the batch."""
         self.met: dict[int, int] = {}
-        """Bytes of arguments that calls of units got so far. See [Note: between units] in ``activations.room``."""
+        """Storage -> bytes, of arguments that calls of units got so far. See [Note: between units] in
+        ``activations.room``."""
         self.shared: dict[int, int] = {}
-        """Of those that several got."""
+        """The same, of arguments that several calls got."""
         self.call: Saving | None = None
-        """Of a unit, in forward."""
+        """What the running forward of a unit saves; None outside of one."""
         self._serials: dict[int, int] = {}
-        """Storage -> its number, while it lives: addresses are used again."""
+        """Address of a storage -> its number, while it lives: addresses are used again."""
         self._count = 0
         self._alive = 0
         self._peaks = _Peaks()
         self._latest: Saving | None = None
-        """The call whose forward was visited last."""
+        """Like ``call``, but until the next visit begins."""
         self._walk: Walk | None = None
         self._begun: tuple[str, bool, int] = ("", False, 0)
         self._first = _First()
 
     def begin(self, own: Iterable[torch.Tensor]) -> None:
-        """Args: own: Tensors that are there before."""
+        """Begin a step. Args: own: Tensors that exist before it."""
         self.staying = {self.number(t) for t in own}
         self._held = list(own)
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Of its storage."""
+        """Return the number of a tensor's storage."""
         storage = tensor.untyped_storage()
         place = storage._cdata
         if place not in self._serials:
@@ -96,7 +97,7 @@ class Watch(TorchDispatchMode):
             walk.add(-nbytes)
 
     def meet(self, arguments: Iterable[torch.Tensor]) -> list[bool]:
-        """A unit's forward gets these. Returns which of them an earlier one got."""
+        """Note the arguments of a unit's forward. Returns which of them an earlier unit got."""
         given = list(arguments)
         sizes = [(self.number(t), t.untyped_storage().nbytes()) for t in given]
         if not self.met:
@@ -114,36 +115,36 @@ class Watch(TorchDispatchMode):
             self._first.before = dict(self._peaks.most)
 
     def begin_call(self, arguments: Sequence[torch.Tensor], met: Iterable[torch.Tensor]) -> Saving:
-        """A unit's forward begins. Args: met: The arguments that an earlier unit got."""
+        """Begin a unit's forward. Args: met: The arguments that an earlier unit got."""
         self.call = self._latest = Saving(self, arguments, met)
         return self.call
 
     def end_call(self, made: Sequence[torch.Tensor]) -> Saved:
-        """It is over. Args: made: Results. Returns what it saved."""
+        """End a unit's forward. Args: made: Its results. Returns what it saved."""
         call, self.call = self.call, None
         if call is None:
             raise AssertionError("no call runs")
         return call.saved(made)
 
     def visit(self, unit: str, *, is_backward: bool) -> None:
-        """A unit is visited; what was before it is over."""
+        """Begin a visit of a unit, which ends the visit before."""
         self.end()
         self._begun, self._latest = (unit, is_backward, self._alive), None
 
     @property
     def is_backward(self) -> bool:
-        """Whether what runs now follows on the backward of a unit."""
+        """Whether the last visit was a unit's backward."""
         return self._begun[1]
 
     def rise(self, risen: Risen) -> None:
-        """A visit as it was before."""
+        """Count this visit as an earlier one of its kind."""
         self._peaks.most = {policy: max(n, self._alive + risen.most[policy]) for policy, n in self._peaks.most.items()}
         self._peaks.lost |= risen.lost
         self._peaks.again = self._begun[2] + risen.again
 
     @property
     def risen(self) -> Risen:
-        """What this visit was so far."""
+        """What this visit has counted so far."""
         most = {policy: n - self._begun[2] for policy, n in self._peaks.most.items()}
         return Risen(most, dict(self._peaks.lost), self._peaks.again - self._begun[2])
 
@@ -168,33 +169,33 @@ class Watch(TorchDispatchMode):
         self._first.before = None if before is None else dict.fromkeys(POLICIES, 0)
 
     def walk(self) -> Walk:
-        """The graph of the unit is walked from here on."""
+        """Begin to count what backward makes while it goes through the unit's graph."""
         self._walk, self._peaks.again = Walk(), self._peaks.most["select"]
         return self._walk
 
 
 class _First:
-    """What the first unit got."""
+    """The arguments of the first unit."""
 
     def __init__(self) -> None:
         self.count = self.nbytes = 0
-        """Tensors that a variable of the model has, and bytes of all."""
+        """Number of those tensors that a variable of the model still holds, and bytes of all of them."""
         self.before: Mapping[Policy, int] | None = None
-        """The most that was alive in this visit when the model let go of them; None: it has not."""
+        """The most that had been alive in this visit when the model let go of them; None if it has not yet."""
 
 
 class Risen(NamedTuple):
-    """A visit, beyond what was alive when it began."""
+    """What a visit adds to the bytes that were alive when it began."""
 
     most: Mapping[Policy, int]
     lost: Mapping[Policy, int]
-    """What was dropped that a policy would hold."""
+    """Bytes that were dropped, but that a policy would hold."""
     again: int
     """As ``Step.again_bytes``."""
 
 
 class _Peaks:
-    """The most that is alive in a visit, if the call saves nothing, something or all."""
+    """The most bytes alive in a visit, by policy: if the call saves nothing, something or all."""
 
     def __init__(self, alive: int = 0) -> None:
         self.lost: dict[Policy, int] = dict.fromkeys(POLICIES, 0)
@@ -203,19 +204,19 @@ class _Peaks:
         """As ``Step.again_bytes``."""
 
     def see(self, alive: int) -> None:
-        """So much is alive now."""
+        """Note that so many bytes are alive now."""
         for policy in POLICIES:
             self.most[policy] = max(self.most[policy], alive + self.lost[policy])
 
 
 class Walk:
-    """Bytes that were made since it began."""
+    """Bytes that were made since it began, and are still alive."""
 
     def __init__(self) -> None:
         self.alive = self.peak = 0
 
     def add(self, nbytes: int) -> None:
-        """Or took away."""
+        """Add bytes; negative ones were freed."""
         self.alive += nbytes
         self.peak = max(self.peak, self.alive)
 
@@ -230,13 +231,13 @@ class Saving:
         self._arguments = self._large([t for t in arguments if t.requires_grad])
         self._keep: dict[int, int] = {}
         self._casts: dict[int, int] = {}
-        """Of weights: they do not leave, but are made again."""
+        """Casts of weights: they do not leave, but are made again."""
         self._select: dict[int, int] = {}
         self._small: dict[int, int] = {}
-        """As ``_keep``, but it stays."""
+        """Storages that ``keep`` saves but that are so small that they stay."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Hook that packs."""
+        """Pack hook: note a tensor that autograd saves."""
         for inner in tensors_in(tensor):
             self._keep_inner(inner)
 
@@ -250,11 +251,11 @@ class Saving:
             self._small |= self._sizes([tensor])
 
     def select(self, result: Any) -> None:
-        """Of an operation that is dear."""
+        """Note the result of an operation that is dear."""
         self._select |= self._large([t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)])
 
     def saved(self, made: Sequence[torch.Tensor]) -> Saved:
-        """Args: made: Results; what shares memory with them is not selected."""
+        """Return what was saved. Args: made: Results; what shares memory with them is not selected."""
         outside = {self._watch.number(t) for t in made}
         self._select = {number: nbytes for number, nbytes in self._select.items() if number not in outside}
         return Saved(
@@ -267,7 +268,7 @@ class Saving:
         )
 
     def lose(self, number: int | None, nbytes: int, peaks: _Peaks) -> None:
-        """A storage is gone that some policies would hold."""
+        """Note that a storage is gone, which some policies would hold."""
         if number in self._keep or number in self._small:
             peaks.lost["keep"] += nbytes
         if number in self._select:

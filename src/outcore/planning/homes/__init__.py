@@ -1,1 +1,1 @@
-"""What a plan takes on each tier: homes, slots, room for second homes, and whether it can be obeyed."""
+"""What a plan takes on each tier: homes, slots and second homes; and whether it can be obeyed."""

@@ -1,8 +1,8 @@
 """Whether a plan can be obeyed, and what it leaves of the device.
 
-[Note: plain plans] A plan is plain if all units rest on the device, gradients are updated in the dtype in which
+[Note: plain plans] A plan is plain if all units rest on the device, the update takes gradients in the dtype in which
 autograd makes them, and nothing is promised about the loop. Then nothing has to move or to change its form. Gradients
-are autograd's own tensors, as many bytes as the plan reserves for them, and the update takes them from ``p.grad``.
+are autograd's own tensors, of as many bytes as the plan reserves for them, and the update takes them from ``p.grad``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def check_plan(
     """Refuse a plan that cannot be obeyed.
 
     Args:
-        model: What is to be trained.
-        plan: From a file or from a person.
+        model: The model to train.
+        plan: A plan from a file or from a user.
         limits: If given, the plan must keep to them.
         activation_reserve_bytes: Device bytes to leave for activations and workspace.
 
     Raises:
-        ConfigError: Made for another model or precision, or a pool is missing or too small.
-        PlanInfeasibleError: It takes more than the limits.
+        ConfigError: The plan was made for another model or precision, contradicts itself, or lacks a large enough pool.
+        PlanInfeasibleError: The plan takes more than the limits.
     """
     if plan.precision != model.precision:
         raise ConfigError(
@@ -128,30 +128,30 @@ def _check_limits(model: ModelSpec, plan: Plan, limits: Limits, activation_reser
 
 
 def with_room(model: ModelSpec, plan: Plan, limits: Limits, *, clipping: bool) -> Plan:
-    """Make a plan plain where it can be, and give what is left of the device to activations that are kept.
+    """Make a plan plain if it can be, and give what it leaves of the device to activations that are kept.
 
     Args:
         model: Units in the plan's order.
-        plan: Keeps to the limits.
+        plan: A plan that keeps to the limits.
         limits: The most that a plan may take on each tier.
-        clipping: Whether norms may be asked for; False is a promise.
+        clipping: Whether the loop may ask for norms; False is a promise that it does not.
     """
     if clipping and plan.accumulation_steps is None and can_be_plain(model, plan):
         made = tuple(pool for pool in plan.pools if pool.kind == "temporary")
-        plan = dataclasses.replace(plan, plain=True, pools=made)  # others are for what moves or changes its form
+        plan = dataclasses.replace(plan, plain=True, pools=made)  # the others serve what moves or changes its form
         plan = dataclasses.replace(plan, tier_bytes=dict(tier_bytes(model, plan).items()))
     left = room_bytes(model, plan, limits)
     return dataclasses.replace(plan, kept_bytes=left if any(u.policy != "keep" for u in plan.units) else 0)
 
 
 def room_bytes(model: ModelSpec, plan: Plan, limits: Limits) -> int:
-    """Device bytes that a plan does not take."""
+    """Return the device bytes that a plan does not take."""
     return max(0, limits.device_bytes - tier_bytes(model, plan)["device"])
 
 
 def can_be_plain(model: ModelSpec, plan: Plan) -> bool:
-    """See [Note: plain plans]."""
-    is_one_sum = model.micro_batches_in_unit == 1  # of a pass; autograd itself would sum pieces otherwise
+    """Return whether a plan can be plain: see [Note: plain plans]."""
+    is_one_sum = model.micro_batches_in_unit == 1  # per pass; autograd itself would sum pieces differently
     trained = [p for unit in model.units for p in unit.trainable]
     one_form = is_one_sum and all(p.dtype == p.update_dtype and not p.is_coded for p in trained)
     alone = all(unit.num_ranks == 1 for unit in model.units)

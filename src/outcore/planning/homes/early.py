@@ -1,4 +1,4 @@
-"""Which units may be updated inside backward: as many as the room that a placement left has second homes for."""
+"""Which units may be updated inside backward: as many as a placement left room for second homes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from outcore.spec.plan import Plan, Pool
 def with_early_updates(model: ModelSpec, plan: Plan, limits: Limits) -> Plan:
     """Let units be updated early: all that can be if there is room, else as many as there is room for, spread evenly.
 
-    How many of them backward then has time for, the run finds out (``order.attempts``). They are spread, since
-    forward waits for each of the others: it shall find them one at a time.
+    The run finds out for how many of them backward has time (``order.attempts``). They are spread because forward waits
+    for each of the other units: these should come one at a time.
 
     Args:
         model: Units in the plan's order.
-        plan: With promised ``accumulation_steps``; keeps to the limits.
+        plan: A plan with promised ``accumulation_steps`` that keeps to the limits.
         limits: The most that the new plan may take on each tier.
 
     Returns:
-        The same homes, with ``early`` set where host memory, and the disk of states there, have room for second ones.
+        The plan with ``early`` set where host memory, and the disk for states there, have room for second homes.
     """
     able = [i for i, pair in enumerate(zip(model.units, plan.units, strict=True)) if can_be_early(*pair)]
 
@@ -45,7 +45,7 @@ def _with_early(model: ModelSpec, plan: Plan, indices: Iterable[int]) -> Plan:
 
 
 def _with_more_slots(model: ModelSpec, plan: Plan, more: int) -> Plan:
-    """More slots for states from disk: attempts that are skipped hold a slot too, and give it back out of order.
+    """Add slots for states from disk: attempts that are skipped hold a slot too, and give it back out of order.
 
     In ``benchmarks/overlap.py`` a step bound by the disk came to 1.17 of its floor with three slots, 1.11 with four and
     1.09 with five.

@@ -1,4 +1,4 @@
-"""Where bytes are at which moment of a step: what is in use of what a plan reserves.
+"""How much of what a plan reserves is in use, at every moment of a step.
 
 Homes and slots are reserved for the whole run. A slot is in use from the moment at which something begins to be written
 there until its last reader is done. Activations and workspace are what a step on shapes has alive, visit by visit.
@@ -28,17 +28,17 @@ _BEGINS = {
     "stage",
     "bring activations of",
 }
-"""What fills a slot anew, even for the unit that had it before."""
+"""Operations that fill a slot anew, even for the unit that had it before."""
 _Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Load:
-    """Something on a tier whose use changes."""
+    """Part of a tier's memory, and how much of it is in use when."""
 
     tier: Tier
     label: str
-    """``homes``, ``activations``, or what slots are for."""
+    """``homes``, ``activations``, or ``slots for`` a kind."""
     reserved_bytes: int
     moments: tuple[tuple[float, int], ...]
     """(seconds since the window began, bytes in use from then on), in order."""
@@ -50,7 +50,7 @@ class Load:
 
 
 def peak_of(loads: Iterable[Load]) -> int:
-    """The most that several take at once."""
+    """Return the most that several loads have in use at once."""
     changes: defaultdict[float, int] = defaultdict(int)
     for load in loads:
         before = 0
@@ -74,12 +74,12 @@ def occupancy(
 
     Args:
         model: Units in the plan's order.
-        plan: Checked against the model.
-        rates: Of the machine, with this model.
-        visits: Of each step.
-        circumstances: None: as they are by default.
-        alive: (unit, whether backward visits it) -> device bytes beside the plan's own, until the next visit.
-        warm_up: Steps before those that count.
+        plan: A plan that was checked against the model.
+        rates: Rates of the machine, with this model.
+        visits: Visits of each step.
+        circumstances: Circumstances of the run; None for the default.
+        alive: (unit, whether it is visited by backward) -> device bytes beside the plan's own, until the next visit.
+        warm_up: Steps played before those that count.
     """
     steps = play_steps(model, plan, rates, visits, circumstances, warm_up=warm_up)
     window = (steps.start_s, steps.end_s)
@@ -112,7 +112,7 @@ def _slots(plan: Plan, steps: PlayedSteps, window: _Interval) -> Iterator[Load]:
 
 
 def _tenancies(steps: PlayedSteps) -> Mapping[str, list[_Interval]]:
-    """Slot -> when it is in use."""
+    """Return slot -> intervals in which it is in use."""
     found: defaultdict[str, list[_Interval]] = defaultdict(list)
     tenant: dict[str, str] = {}
     for op, place in zip(steps.operations, steps.laid.places, strict=True):
@@ -129,7 +129,7 @@ def _tenancies(steps: PlayedSteps) -> Mapping[str, list[_Interval]]:
 
 
 def _activations(steps: PlayedSteps, alive: Mapping[tuple[str, bool], int]) -> Iterator[tuple[_Interval, int]]:
-    """From one visit to the next. The root's, of which nothing is known, go on with what was before."""
+    """Yield bytes from one visit to the next. A visit missing in ``alive``, as the root's, keeps those before it."""
     visits, nbytes = [*_visits(steps)], 0
     begun = [start_s for _, start_s in visits]
     for (op, start_s), next_s in zip(visits, [*begun[1:], steps.end_s], strict=True):

@@ -1,14 +1,14 @@
-"""Where everything lives: as much as fits on the device, first units first, then host, then disk.
+"""Where everything lives by the rule: as much as fits on the device, first units first, then host, then disk.
 
-[Note: waterlines] Two counts tell all plans of the rule apart. The device takes a prefix of the weights of all units,
-followed by gradients and states of all units. The host takes a prefix of what is left: weights, then gradients, then
-states. The rest goes to disk. Of the plans that fit, those with the most slots on the device are taken. Among these the
-most homes there decide, then the most slots on the host, then the most homes there. So a larger budget never gives less
-in that order.
+[Note: waterlines] Two counts tell all plans of the rule apart. The device takes a prefix of a queue: the weights of all
+units, followed by gradients and states of all units. The host takes a prefix of what is left: weights, then gradients,
+then states. The rest goes to disk. Of the plans that fit, those with the most slots on the device are taken. Among
+these the most homes on the device decide, then the most slots on the host, then the most homes on the host. So a larger
+budget never gives less in that order.
 
-[Note: one tier] With more on the host, homes there never take less, and those on disk never more. Slots may take less:
-a tier that nobody uses has none. So bounds are found by bisection of the homes, and counts beside them are tried while
-slots could still make up the difference.
+[Note: one tier] With a larger count on the host, homes there never take less, and those on disk never more. Slots may
+take less: a tier that no unit uses has none. So bounds are found by bisection of the homes, and counts beside them are
+tried while slots could still make up the difference.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def place(
     """Decide where every byte lives.
 
     Args:
-        model: Its units, the root first.
+        model: The model, its root unit first.
         limits: The most that the plan may take on each tier.
         accumulation_steps: Micro-batches per step if promised, else None.
-        policy: Of all units but the root, whose activations autograd keeps.
+        policy: Policy of all units but the root, whose activations autograd keeps.
         activation_reserve_bytes: Device bytes to leave for activations and workspace.
-        activation_share: Of the device's limit, to leave for them besides.
+        activation_share: The fraction of the device's limit to leave for them besides.
 
     Raises:
         PlanInfeasibleError: Nothing fits. ``required_bytes`` is the least device, then the least host, then the least
@@ -81,24 +81,24 @@ def place(
 
 
 class Least(NamedTuple):
-    """What a plan needs."""
+    """The least limits with which a plan fits."""
 
     at_all: dict[Tier, int]
     """The least device bytes, then the least host bytes with that device, then the disk bytes that go with both."""
     with_others: dict[Tier, int]
-    """Of one tier, with the others as they are; a tier that alone does not help is missing."""
+    """The least bytes of one tier, with the other limits as they are; a tier that alone does not help is missing."""
 
     def beside(self, taken: Mapping[Tier, int]) -> Least:
-        """With what else is taken of each tier."""
+        """Return the limits needed if this much else is taken of each tier."""
         return Least(*({tier: nbytes + taken[tier] for tier, nbytes in part.items()} for part in self))
 
 
 def least(model: ModelSpec, limits: Limits, room: Room) -> Least:
-    """The least limits that would do.
+    """Return the least limits that would do.
 
     Args:
-        model: Its units, the root first.
-        limits: A host or disk of 0 bytes counts as not allowed.
+        model: The model, its root unit first.
+        limits: The limits as they are. A host or disk of 0 bytes counts as not allowed.
         room: Device memory that is left to activations.
     """
     search = _Search(model, limits, None, room)
@@ -106,21 +106,21 @@ def least(model: ModelSpec, limits: Limits, room: Room) -> Least:
 
 
 class Room(NamedTuple):
-    """Device memory that is left to activations and workspace: so many bytes, and a share of the device's limit."""
+    """Device memory that is left to activations and workspace: a number of bytes, and a share of the device's limit."""
 
     nbytes: int
     share: float
 
     def beside(self, device_bytes: int) -> int:
-        """What a device with this limit has for the plan."""
+        """Return the bytes that a device with this limit has for the plan."""
         return device_bytes - self.nbytes - int(self.share * device_bytes)
 
     def limit_for(self, plan_bytes: int) -> int:
-        """The least limit that leaves so much for the plan."""
+        """Return the least limit that leaves so much for the plan."""
         if not self.share:
             return plan_bytes + self.nbytes
         near = int((plan_bytes + self.nbytes) / (1 - self.share))
-        off = int(1 / (1 - self.share)) + 1  # rounding moves the limit by so much
+        off = int(1 / (1 - self.share)) + 1  # rounding moves the limit by this at most
         return bisect.bisect_left(range(near + off), plan_bytes, lo=max(near - off, 0), key=self.beside)
 
 
@@ -153,7 +153,7 @@ def _homes_at(index: int, borders: Iterable[tuple[int, int]]) -> _Homes:
 
 
 class _Footprint(NamedTuple):
-    """What one unit takes with given homes."""
+    """What one unit takes with given homes: bytes and slots."""
 
     plan: UnitPlan
     homes: _Bytes
@@ -172,7 +172,7 @@ class _Search:
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
         self._alike = [first[shape] for shape in shapes]
         self._ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(self._alike)))
-        """Of rows of equal units."""
+        """Where runs of equal units end."""
         # Cached per object: functools.cache on the methods would keep every search alive.
         self._needs = functools.cache(self._count_needs)
         self._footprint = functools.cache(self._measure)
@@ -180,21 +180,21 @@ class _Search:
 
     @property
     def most_on_device(self) -> int:
-        """Length of the device's queue."""
+        """The length of the device's queue."""
         return 2 * self.num_units - 1
 
     def most_on_host(self, on_device: int) -> int:
-        """Length of the host's queue."""
+        """Return the length of the host's queue."""
         weights = min(on_device, self.num_units - 1)
         return self.num_units - 1 - weights + 2 * (self.num_units - (on_device - weights))
 
     def homes(self, line: Waterline) -> list[_Homes]:
-        """Homes of all units, the root first."""
+        """Return the homes of all units, the root first."""
         borders = self._borders(line)
         return [_homes_at(i, borders) for i in range(self.num_units)]
 
     def _borders(self, line: Waterline) -> list[tuple[int, int]]:
-        """Of weights, gradients and states: so many units have them on the device, and on device or host."""
+        """Return of weights, gradients and states how many units have them on the device, and on device or host."""
         weights_device = min(line.on_device, self.num_units - 1)
         states_device = line.on_device - weights_device
         rest, found = line.on_host, list[tuple[int, int]]()
@@ -205,7 +205,7 @@ class _Search:
         return found
 
     def best(self, comforts: Sequence[Comfort]) -> tuple[Waterline, Comfort] | None:
-        """The best plan that fits; ``comforts`` are alike on the device, the best one first."""
+        """Return the best plan that fits, or None. ``comforts`` are equal on the device, the best one first."""
         for on_device in self._fitting(comforts[0]):
             for comfort in comforts:
                 line = self._fitting_line(on_device, comfort)
@@ -214,18 +214,18 @@ class _Search:
         return None
 
     def _fitting(self, comfort: Comfort) -> Iterator[int]:
-        """How much the device can take within its limit, the most first."""
+        """Yield the counts that fit the device's limit, the largest first."""
         for on_device in range(self.most_on_device, -1, -1):
             if self.device_bytes(on_device, comfort) <= self.limits.device_bytes:
                 yield on_device
 
     def _fitting_line(self, on_device: int, comfort: Comfort) -> Waterline | None:
-        """With the most on the host, within the limits of host and disk."""
+        """Return the waterline with the most on the host within the limits of host and disk, or None."""
         lines = (Waterline(on_device, on_host) for on_host in reversed(self._window(on_device)))
         return next((line for line in lines if self.bytes(line, comfort).host <= self.limits.host_bytes), None)
 
     def least(self) -> Waterline:
-        """The least device bytes, then host, then disk, among plans on the tiers that are allowed."""
+        """Return the waterline with the least device, then host, then disk bytes, on the tiers that are allowed."""
         lines = range(self.most_on_device + 1)
         if not self.limits.host_bytes:
             without_host = [Waterline(d, self.most_on_host(d)) for d in lines]
@@ -239,9 +239,9 @@ class _Search:
         return min(all_lines, key=lambda line: self.bytes(line, LEAST))
 
     def raise_one_to(self) -> dict[Tier, int]:
-        """Of each tier that is allowed, how much would do with the others' limits as they are; empty if none suffices.
+        """Return for each allowed tier the bytes that would do with the other limits as they are.
 
-        See [Note: one tier].
+        Tiers that alone do not help are missing. See [Note: one tier].
         """
         found: dict[Tier, int | None] = {"device": self._least_device()}
         if self.limits.host_bytes:
@@ -256,7 +256,7 @@ class _Search:
         return next((nbytes[d] for d in smallest_first if self._fitting_line(d, LEAST) is not None), None)
 
     def _least_host(self, on_device: int) -> int:
-        """The least host bytes with so much on the device, within the limit of the disk."""
+        """Return the least host bytes with this count on the device, within the limit of the disk."""
         choices, disk_bytes = self._host_choices(on_device), self.limits.disk_bytes or 0
         lines = [Waterline(on_device, on_host) for on_host in choices]
         lines = lines[bisect.bisect_left(lines, -disk_bytes, key=lambda line: -self._homes_bytes(line).disk) :]
@@ -265,7 +265,7 @@ class _Search:
         return min([most, *(self.bytes(line, LEAST).host for line in better)])
 
     def _least_disk(self, on_device: int) -> int | None:
-        """The least disk bytes with so much on the device, within the limit of the host; None if none suffices."""
+        """Return the least disk bytes with this count on the device, within the host's limit; None if none suffices."""
         lines = [Waterline(on_device, on_host) for on_host in self._host_choices(on_device)]
         stop = bisect.bisect_right(lines, self.limits.host_bytes, key=lambda line: self._homes_bytes(line).host)
         fitting = (line for line in reversed(lines[:stop]) if self._fits_host(line))
@@ -275,11 +275,11 @@ class _Search:
         return self.bytes(line, LEAST).host <= self.limits.host_bytes
 
     def device_bytes(self, on_device: int, comfort: Comfort) -> int:
-        """Device bytes; they do not depend on what lies on the host."""
+        """Return the device bytes of a plan; they do not depend on what lies on the host."""
         return self.bytes(Waterline(on_device, self.most_on_host(on_device)), comfort).device
 
     def bytes(self, line: Waterline, comfort: Comfort) -> _Bytes:
-        """The least limits that allow a plan: what it takes, and on the device room for activations."""
+        """Return the least limits that allow a plan: what it takes, and on the device room for activations."""
         slots = {"device": 0, "host": 0}
         for pool in build_pools(self._needs(line), comfort):
             slots[pool.tier] += pool.total_bytes
@@ -287,7 +287,7 @@ class _Search:
         return taken._replace(device=self.room.limit_for(taken.device))
 
     def plan(self, line: Waterline, comfort: Comfort, policy: Policy) -> Plan:
-        """Write a waterline down as a plan."""
+        """Return the plan of a waterline."""
         units = tuple(
             self._unit_plan(i, homes, spec.name, policy)
             for i, (spec, homes) in enumerate(zip(self.model.units, self.homes(line), strict=True))
@@ -308,7 +308,7 @@ class _Search:
         return range(0 if self.limits.disk_bytes else most, most + 1)
 
     def _bisect(self, on_device: int) -> range:
-        """The host counts at which homes alone fit host and disk: host homes grow with the count, disk homes shrink."""
+        """Find the host counts at which homes fit host and disk: with the count, host homes grow, disk homes shrink."""
         choices = self._host_choices(on_device)
         disk_bytes, host_bytes = self.limits.disk_bytes or 0, self.limits.host_bytes
         first = bisect.bisect_left(choices, -disk_bytes, key=lambda n: -self._homes_bytes(Waterline(on_device, n)).disk)
@@ -316,7 +316,7 @@ class _Search:
         return choices[first:stop]
 
     def _alike_homes(self, line: Waterline) -> Iterable[tuple[tuple[int, _Homes], int]]:
-        """Equal units with the same homes, and how many there are: units in a row are looked at once."""
+        """Count equal units with the same homes. Runs of them are looked at once."""
         borders, found = self._borders(line), Counter[tuple[int, _Homes]]()
         ends = {*self._ends, *itertools.chain.from_iterable(borders)} - {0}
         for start, stop in itertools.pairwise([0, *sorted(ends)]):
@@ -353,7 +353,7 @@ class _Search:
 
 
 def _shape(unit: UnitSpec, model: ModelSpec) -> Hashable:
-    """What the bytes of a unit depend on, wherever it lives."""
+    """Return what a unit's bytes depend on, besides its homes."""
     states = lay_out_states(unit, ("master", *model.state_names)).values()
     nbytes = (unit.weight_bytes, unit.trainable_bytes, unit.update_bytes, unit.buffer_bytes)
     compact = [param.numel for param in unit.trainable if param.master_format == "compact"]

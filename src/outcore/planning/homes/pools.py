@@ -47,11 +47,11 @@ POOL_ORDER: tuple[tuple[Tier, PoolKind], ...] = (
 _TWO = ("new_weights", "gradients", "landing")
 _HOST_SLOTS = {"states": 3, "activations": 3, "temporary": 1} | dict.fromkeys(
     _TWO, 2
-)  # read, use, write: some do all three
+)  # one slot each is read, used and written: some kinds do all three
 
 
 _UPDATES_THERE: frozenset[tuple[Tier, PoolKind]] = frozenset({("device", "scratch"), ("device", "staging")})
-"""At once, and staged: two lanes, which may be under way together."""
+"""Slots of the device's two kinds of updates, in place and staged. They run on two lanes, which may work together."""
 
 
 class Need(NamedTuple):
@@ -61,19 +61,19 @@ class Need(NamedTuple):
     kind: PoolKind
     nbytes: int
     is_kept: bool = False
-    """No other unit takes turns in it, if that can be."""
+    """Whether the unit keeps the slot to itself, if there are enough slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comfort:
-    """How many slots are wanted. Fewer never change the result, they only wait longer."""
+    """How many slots are wanted. Fewer slots never change the result, but operations wait longer."""
 
     prefetch_depth: int
     num_buckets: int
     max_slots_host: int
 
     def num_slots(self, tier: Tier, kind: PoolKind) -> int:
-        """Slots wanted in a pool."""
+        """Return the number of slots wanted in a pool."""
         if tier == "device":
             wanted = {"weights": self.prefetch_depth + 1, "bucket": self.num_buckets, "staging": self.num_buckets}
             wanted |= dict.fromkeys(("received", "sums"), self.num_buckets)
@@ -83,19 +83,19 @@ class Comfort:
 
 
 DEVICE_COMFORTS = ((2, 2), (1, 2), (1, 1), (0, 1))
-"""(prefetch depth, buckets), from generous to the least that works."""
+"""Pairs of prefetch depth and number of buckets, from generous to the least that works."""
 HOST_COMFORTS = (3, 2, 1)
-"""Slots per pool at most, from generous to the least that works."""
+"""The most slots per pool, from generous to the least that works."""
 LEAST = Comfort(prefetch_depth=0, num_buckets=1, max_slots_host=1)
 
 
 @dataclass(kw_only=True)
 class Needs:
-    """Slot sizes asked for, and how many units ask for each."""
+    """Slot sizes that units need, and how many units need each."""
 
     sizes: dict[tuple[Tier, PoolKind], Counter[int]] = field(default_factory=dict)
     kept: set[tuple[Tier, PoolKind]] = field(default_factory=set)
-    """Of which each unit keeps one."""
+    """Pools in which each unit keeps a slot to itself."""
 
     def add(self, needs: Iterable[Need], count: int = 1) -> None:
         """Add what ``count`` equal units need."""
@@ -109,7 +109,7 @@ class Needs:
 
 
 def needs_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
-    """List the slots that one unit needs."""
+    """Yield the slots that one unit needs."""
     for need in _needs(spec, unit, model):
         if need.nbytes:
             yield need
@@ -159,10 +159,10 @@ def _update_needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[
 
 
 def pools_for(model: ModelSpec, units: Sequence[UnitPlan], comfort: Comfort = LEAST) -> tuple[Pool, ...]:
-    """The pools that a plan needs.
+    """Return the pools that a plan needs.
 
     Args:
-        model: What is trained.
+        model: The model to train.
         units: Homes, in the order of ``model.units``.
         comfort: How many slots are wanted.
     """
@@ -189,7 +189,7 @@ def build_pools(needs: Needs, comfort: Comfort) -> Iterator[Pool]:
 
 @functools.lru_cache(4096)
 def _pool(tier: Tier, kind: PoolKind, slot_bytes: int, num_slots: int) -> Pool:
-    """Of plans by the hundred, with the same pools."""
+    """Return a pool. Hundreds of plans share equal ones."""
     return Pool(tier=tier, kind=kind, slot_bytes=slot_bytes, num_slots=num_slots)
 
 
@@ -197,11 +197,11 @@ def _cut(sizes: Mapping[int, int], wanted: int) -> list[tuple[int, int]]:
     """Choose slots for units of given sizes: one pool, or two where a few large units would inflate every slot.
 
     Args:
-        sizes: Bytes -> units of that size.
+        sizes: Bytes -> number of units of that size.
         wanted: Slots wanted in each pool.
 
     Returns:
-        (slot bytes, slots), largest first; the choice that takes the least memory.
+        The choice that takes the least memory: pairs of slot bytes and number of slots, largest first.
     """
     largest, num_larger, num_units = max(sizes), 0, sum(sizes.values())
     best = [(largest, min(wanted, num_units))]

@@ -1,8 +1,7 @@
 """Every buffer that a plan takes, on every tier: the one list that the planner adds up and the runtime allocates from.
 
-Exceptions are workspace, and what updates make and drop again (``is_temporary``): they come from torch's allocators.
-
-Predicted bytes are exact because both sides read this list.
+Predicted bytes are exact because both sides read this list. Exceptions are workspace and the temporary tensors of
+updates (``is_temporary``): they come from torch's allocators.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ class Reservation:
     tier: Tier
     kind: ReservationKind
     owner: str
-    """Unit name; for a slot ``"<pool kind>/<pool index>/<slot index>"``."""
+    """The unit's name; for a slot ``"<pool kind>/<pool index>/<slot index>"``."""
     nbytes: int
     num_sharers: int = 1
-    """So many ranks share a buffer of so many times these bytes."""
+    """The number of ranks that share one buffer, which has as many times ``nbytes``."""
 
 
 def is_temporary(reservation: Reservation) -> bool:
-    """Whether it is of tensors that updates make and drop again."""
+    """Return whether a reservation is for temporary tensors of updates."""
     return reservation.kind == "slot" and reservation.owner.startswith("temporary/")
 
 
 def can_be_early(spec: UnitSpec, unit: UnitPlan) -> bool:
-    """Whether the unit's update can run inside backward: states off the device, and what changes places is whole.
+    """Return whether the unit's update can run inside backward: states are off the device, host weights wholly trained.
 
-    Which early updates are overtaken is decided by timing, and ranks would meet in different orders.
+    Several ranks cannot: timing decides which early updates are overtaken, so they would meet in different orders.
     """
     if not spec.trainable_bytes or unit.states == "device" or spec.num_ranks > 1:
         return False
@@ -50,11 +49,11 @@ def can_be_early(spec: UnitSpec, unit: UnitPlan) -> bool:
 
 
 def reservations(model: ModelSpec, plan: Plan) -> Iterator[Reservation]:
-    """List every buffer of a plan. Empty ones are left out.
+    """Yield every buffer of a plan. Empty ones are left out.
 
     Args:
         model: Units in the plan's order.
-        plan: Pools are taken as they stand; whether they suffice is ``check_plan``'s question.
+        plan: A plan, whose pools are taken as they are; ``check_plan`` checks whether they suffice.
     """
     for spec, unit in zip(model.units, plan.units, strict=True):
         yield from (r for r in _unit(spec, unit, model) if r.nbytes)
@@ -82,7 +81,7 @@ def _unit(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Reservat
 
 
 def tier_bytes(model: ModelSpec, plan: Plan) -> dict[Tier, int]:
-    """Bytes that the plan takes on each tier."""
+    """Return the bytes that the plan takes on each tier."""
     total: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
     for reservation in reservations(model, plan):
         total[reservation.tier] += reservation.nbytes

@@ -1,4 +1,4 @@
-"""Plans under which units save more, or leave what they save elsewhere, than a plan that recomputes everything."""
+"""Plans whose units save more than a plan that recomputes everything, or save it elsewhere than on the device."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ from outcore.spec.budget import Limits
 from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
 
 WORKSPACE_SHARE = 1.03
-"""Of what shapes tell: kernels take workspaces of their own."""
+"""Factor on the bytes that shapes tell: kernels take workspaces of their own."""
 
 
 def workspace_bytes(footprint: Footprint, units: Iterable[UnitPlan]) -> int:
-    """What a plan is to leave of the device to activations and workspace; 0: not known.
+    """Return the device bytes that a plan is to leave to activations and workspace; 0 if not known.
 
     Args:
-        footprint: Of the largest micro-batch.
-        units: Of the plan, or ``undecided``.
+        footprint: The footprint of the largest micro-batch.
+        units: The units of the plan, or of ``undecided``.
     """
     return align_up(int(WORKSPACE_SHARE * footprint.peak_bytes(units)), PAGE_BYTES)
 
 
 def undecided(names: Iterable[str], sending: Sending | None) -> list[UnitPlan]:
-    """Units of which only the activations are decided, where they would take most of the device beside the plan.
+    """Return units whose activations alone are decided, with homes that need the most of the device beside the plan.
 
     Args:
-        names: Of all units, the root first.
-        sending: What becomes of activations; None: they stay, and are recomputed.
+        names: Names of all units, the root first.
+        sending: What becomes of activations; None if they stay, and are recomputed.
     """
     units = [UnitPlan(name=name, weights="device", gradients="device", states="device") for name in names]
     return units if sending is None else [sending.unit(unit) for unit in units]
 
 
 class Away(NamedTuple):
-    """Which activations of which share of the units rest where."""
+    """A way with activations: which policy a share of the units has, and on which tier their activations rest."""
 
     tier: Tier
     policy: Policy
     share: float = 1.0
 
     def of(self, footprint: Footprint) -> Sending:
-        """For a micro-batch."""
+        """Return the same for a micro-batch of known footprint."""
         return Sending(self.tier, self.policy, footprint, self.share)
 
 
 @dataclass(frozen=True)
 class Sending:
-    """What some of the units save, and where that rests. The others are recomputed."""
+    """What a share of the units saves, and where that rests. The other units are recomputed."""
 
     tier: Tier
     policy: Policy
     footprint: Footprint
     share: float = 1.0
-    """Of the units but the root, spread evenly."""
+    """The fraction of the units but the root, spread evenly."""
 
     @property
     def away(self) -> Away:
-        """The same in few words."""
+        """The same without the footprint."""
         return Away(self.tier, self.policy, self.share)
 
     @cached_property
     def units(self) -> frozenset[str]:
-        """Those that it is about."""
+        """The units of the share."""
         names = list(self.footprint.saved)
         return frozenset(names[i] for i in spread(range(len(names)), self.share))
 
@@ -81,15 +81,15 @@ class Sending:
 
     @property
     def taken(self) -> dict[Tier, int]:
-        """Tier -> bytes that this takes: homes, and slots on the way."""
+        """Tier -> bytes that activations take there: homes, and slots on the way."""
         total: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-        total[self.tier] += self.footprint.pieces * sum(self.saved.values())  # none of the device
+        total[self.tier] += self.footprint.pieces * sum(self.saved.values())  # nothing on the device
         for pool in self._pools():
             total[pool.tier] += pool.total_bytes
         return total
 
     def left(self, limits: Limits) -> Limits:
-        """What is left of limits for everything else."""
+        """Return what is left of limits for everything else."""
         taken, disk = self.taken, limits.disk_bytes
         return Limits(
             device_bytes=max(0, limits.device_bytes - taken["device"]),
@@ -98,7 +98,7 @@ class Sending:
         )
 
     def explained(self, error: PlanInfeasibleError) -> PlanInfeasibleError:
-        """The error of a plan for what was left, with what this takes on top of it."""
+        """Return the error of a plan for the rest of the limits, with what activations take added to its numbers."""
         taken = self.taken
         said = ", ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in taken.items() if nbytes)
         required = {tier: nbytes + taken[tier] for tier, nbytes in error.required_bytes.items()}  # type: ignore[index]
@@ -107,13 +107,13 @@ class Sending:
         return PlanInfeasibleError(text, required, raised)
 
     def applied(self, plan: Plan) -> Plan:
-        """The plan in which they leave. Args: plan: Made for what was left."""
+        """Return the plan with these activations. Args: plan: A plan that was made for what was left."""
         units, pools = tuple(map(self.unit, plan.units)), (*plan.pools, *self._pools())
         return replace(plan, units=units, pools=pools)
 
     def unit(self, plan: UnitPlan) -> UnitPlan:
-        """The plan of one unit. What saves nothing that can leave stays."""
-        if plan not in self._known:  # of hundreds of units, asked again and again
+        """Return the plan of one unit. If it saves nothing that can leave, its activations stay."""
+        if plan not in self._known:  # kept: asked for again and again, for hundreds of units
             self._known[plan] = self._unit(plan)
         return self._known[plan]
 

@@ -1,4 +1,4 @@
-"""Which units in host memory the device updates: a share of them, spread evenly."""
+"""Which units with states in host memory the device updates: a share of them, spread evenly."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from outcore.spec.plan import UnitPlan
 
 
 def spread(indices: Sequence[int], fraction: float) -> set[int]:
-    """A fraction of some units, spread evenly; half a unit counts as one."""
+    """Choose a fraction of some units, spread evenly; half a unit counts as one."""
     wanted = int(fraction * len(indices) + 0.5)
     return {indices[(2 * k + 1) * len(indices) // (2 * wanted)] for k in range(wanted)}
 
 
 def balanced_share(rates: Rates, *, there: float, back: float) -> float:
-    """The fraction at which the device and the CPU are done at the same time, if nothing else uses the link.
+    """Return the fraction at which the device and the CPU finish at the same time, if nothing else uses the link.
 
     With U_c parameters per second on the CPU and U_d through the device, f = U_d / (U_c + U_d), where 1 / U_d is the
     slowest of bringing states, updating and sending them home: max(there / B_h2d, back / B_d2h, 1 / U_g). The model is
     that of Deep Optimizer States (arXiv:2410.21316, section 4) for double-buffered transfers.
 
     Args:
-        rates: Of the machine.
-        there: Bytes that go to the device, per parameter.
-        back: Bytes that come home.
+        rates: Rates of the machine.
+        there: Bytes per parameter that go to the device.
+        back: Bytes per parameter that come home.
     """
 
     def seconds(number: float, speeds: str) -> float:
@@ -38,5 +38,5 @@ def balanced_share(rates: Rates, *, there: float, back: float) -> float:
 
 
 def can_be_staged(unit: UnitPlan) -> bool:
-    """Whether the device can update it."""
+    """Return whether the device can update a unit."""
     return unit.states == "host" and "disk" not in (unit.weights, unit.gradients) and not unit.early

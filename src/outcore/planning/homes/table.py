@@ -1,4 +1,4 @@
-"""Plans as plain text: tier by tier, who owns how many bytes."""
+"""Plans as plain text: which unit or pool owns how many bytes, tier by tier."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outcore.spec.plan import TIERS, Plan, Tier, UnitPlan
 
 
 def plan_table(model: ModelSpec, plan: Plan, limits: Limits | None = None) -> str:
-    """Write down who owns how many bytes on each tier.
+    """Write down which unit or pool owns how many bytes on each tier.
 
     Args:
         model: Units in the plan's order.
-        plan: What to print.
-        limits: Adds the budget to each tier's total.
+        plan: The plan to print.
+        limits: If given, each tier's total is printed with its budget.
     """
     rows: list[tuple[str, str, str]] = []
     for tier in TIERS:
@@ -54,9 +54,9 @@ def infeasible_table(
         model: Units in the plan's order.
         plan: The plan with the least need, or the one that was given.
         limits: The budget.
-        required_bytes: What the plan takes, activations included.
-        raise_one_to: Tier -> how much of it would do with the other tiers as given.
-        given: The plan was given and may not be changed.
+        required_bytes: Bytes that the plan takes, activations included.
+        raise_one_to: Tier -> bytes of it that would do with the other tiers as given.
+        given: Whether the plan was given and may not be changed.
     """
     lines = ["expected a plan within the budget, but no placement fits; the least that would do is:"]
     if given:
@@ -101,7 +101,7 @@ def _tier_rows(items: Sequence[Reservation], order: Sequence[str], plan: Plan) -
 
 
 def _sums(items: Sequence[Reservation], plan: Plan) -> dict[str, int]:
-    """Bytes by kind; the root and the pools apart, since they cannot move."""
+    """Add up bytes by kind, with the root and the pools apart, since they cannot move."""
     sums: dict[str, int] = {}
     for item in items:
         kind = item.kind.replace("_", " ")
@@ -119,7 +119,7 @@ def _pool_index(slot: Reservation) -> int:
 
 
 def _runs(owned: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    """Fold neighbours of equal size whose names count up: (label, bytes of all)."""
+    """Yield (label, bytes of all) of neighbours of equal size whose names count up."""
     run: list[tuple[str, int]] = []
     for name, nbytes in owned:
         if run and not (run[0][1] == nbytes and _follows(run[-1][0], name)):
@@ -139,7 +139,7 @@ def _run_label(names: Sequence[str]) -> str:
 
 
 def _follows(name: str, next_name: str) -> bool:
-    """Whether two names differ in one number only, by one."""
+    """Return whether two names differ in one number only, by one."""
     parts, next_parts = name.split("."), next_name.split(".")
     if len(parts) != len(next_parts):
         return False
@@ -180,6 +180,6 @@ def _as_budget(required_bytes: Mapping[Tier, int]) -> str:
 
 
 def _align(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Left, left, right."""
+    """Align three columns: left, left, right."""
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows)

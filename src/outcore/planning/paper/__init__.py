@@ -1,1 +1,1 @@
-"""The order of a step on paper: which weights stand where, and every operation in a row."""
+"""The order of a step on paper: the weights in each slot, and a list of all operations."""

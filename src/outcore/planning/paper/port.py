@@ -1,4 +1,4 @@
-"""The order of a step on paper: operations in a row, with the indices of what each of them comes after."""
+"""The order of a step on paper: a list of operations, each with the indices of those that it comes after."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from outcore.spec.timeline import COMPUTE, HOST
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What stands for an operation: its place in the row, and its lane."""
+    """A submitted operation on paper: its index, counted from the first of all steps, and its lane."""
 
     index: int
     lane: str
 
 
 class Clock(Protocol):
-    """Plays steps while they are laid out: which updates inside backward are made depends on it."""
+    """Plays steps in time while they are laid out. Its time decides which updates inside backward are made."""
 
     def play(self, row: Sequence[Operation], attempts: Mapping[int, Attempt]) -> None:
-        """Until the last operation of a row is over.
+        """Play until the last operation of a row is over.
 
         Args:
-            row: Of a step, from its first one.
-            attempts: By operation, counted from the first of all steps.
+            row: Operations of the step, from its first one.
+            attempts: Attempt of each operation that has one, by index counted from the first of all steps.
         """
 
     def is_over(self, index: int) -> bool:
-        """Whether an operation is. Args: index: Counted from the first of all steps."""
+        """Return whether an operation is over. Args: index: Index counted from the first of all steps."""
 
 
 class InTime:
-    """Updates inside backward of which time decides whether they are made, as in a run. See ``order.attempts``."""
+    """Updates inside backward, if played time decides which are made, as in a run. See ``order.attempts``."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._of_step = clock, Attempts()
         self.of_operations: dict[int, Attempt] = {}
-        """By operation, counted from the first of all steps."""
+        """Attempt of each operation that has one, by index counted from the first of all steps."""
         self.attempt: Attempt | None = None
-        """Which is written down: operations that may not be due are its."""
+        """Attempt that is being written down. Operations with ``is_due`` belong to it."""
 
     def start(self, unit: Ledger[Entry]) -> Attempt | None:
-        """A unit's. None: it is left out."""
+        """Start a unit's attempt. Returns None if it is left out."""
         if not self._of_step.wants_next():
             return None
         is_over, home = self._clock.is_over, unit.gradients.ready
@@ -61,31 +61,31 @@ class InTime:
         return attempt
 
     def settle(self, row: Sequence[Operation], started: Sequence[Attempt]) -> None:
-        """Backward is over. Args: row: Of the step so far."""
+        """End backward. Args: row: Operations of the step so far. started: Attempts of the step."""
         if started:
             self._clock.play(row, self.of_operations)
         self._of_step.settle(started)
 
 
 class Paper:
-    """Takes operations and writes them down."""
+    """Takes operations and writes them down. See ``order.port.Port``."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Args: names: Of the units."""
+        """Args: names: Names of the units."""
         self.row: list[Operation] = []
-        """Of the step, with indices counted from its first operation."""
+        """Operations of the step, with indices counted from its first one."""
         self.move: Move | None = None
-        """That the next fetches and reads make."""
+        """Move that the next fetches and reads make."""
         self.in_time: InTime | None = None
-        """If played time decides which updates inside backward are made."""
+        """Set if played time decides which updates inside backward are made."""
         self.says_where = True
-        """What operations read and write."""
+        """Whether operations list the bytes that they read and write."""
         self._begin = 0
         self._names = names
         self._computed = Entry(-1, COMPUTE)
 
     def begin_step(self) -> None:
-        """Another step: a new row."""
+        """Begin another step with a new row."""
         self._begin, self.row = self._begin + len(self.row), []
 
     def submit(
@@ -99,7 +99,7 @@ class Paper:
         after: After[Entry],
         work: Work = COPY,
     ) -> Entry:
-        """Write an operation of a lane down; one that is not due moves nothing and waits for nothing."""
+        """Write down an operation of a lane. One that is not due moves nothing and waits for nothing."""
         if work.is_due is not None and self.in_time is not None and self.in_time.attempt is not None:
             self.in_time.of_operations[self._begin + len(self.row)] = self.in_time.attempt
         elif work.is_due is not None and not work.is_due():
@@ -116,12 +116,12 @@ class Paper:
         writes: Sequence[Span] = (),
         after: After[Entry],
     ) -> Entry:
-        """Write an operation of compute down."""
+        """Write down an operation of compute."""
         self._computed = self._append(COMPUTE, kind, unit.spec.name, reads, writes, after)
         return self._computed
 
     def mark(self, what: str, unit: Ledger[Entry], *, wrote: Sequence[Span] = ()) -> Entry:
-        """The last operation of compute."""
+        """Return the last operation of compute."""
         return self._computed
 
     def wait(self, label: str, dependency: Dependency[Entry], *, frees: Sequence[Span] = ()) -> None:
@@ -129,7 +129,7 @@ class Paper:
         self._append(HOST, "wait", "", (), (), {label: dependency})
 
     def freed(self, of: Home[Entry] | Slot[Entry], lane: Lane, after: After[Entry] = NOTHING) -> None:
-        """Nothing happens."""
+        """Do nothing."""
 
     def _append(
         self,
@@ -147,7 +147,7 @@ class Paper:
                 order.add(dependency.index)
             elif dependency is not None:
                 order.update([entry.index for entry in dependency if entry is not None])
-        order.remove(-1)  # before the first operation there is none
+        order.remove(-1)  # stands for compute before its first operation
         fields = (
             lane,
             kind,
@@ -159,7 +159,7 @@ class Paper:
             _accesses(reads) if self.says_where else (),
             _accesses(writes) if self.says_where else (),
         )
-        row.append(tuple.__new__(Operation, fields))  # sooner than its constructor
+        row.append(tuple.__new__(Operation, fields))  # faster than its constructor
         return Entry(begin + len(row) - 1, lane)
 
 

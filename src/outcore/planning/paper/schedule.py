@@ -1,12 +1,12 @@
 """From a plan and the order of visits to the operations of one training step, with everything that orders them.
 
-Pure: what a simulator runs over. The operations are those of ``outcore.order``, which the runtime submits, too; here
-they are written down. Steps repeat, so some are laid out one behind the other. The last of them is the schedule; its
-negative indices are what a step waits for in the step before.
+This is pure; a simulator runs over its result. The operations are those of ``outcore.order``, which the runtime also
+submits; here they are written down. Steps repeat, so several are laid out one behind another. The last of them is the
+schedule; its negative indices are what a step waits for in the previous step.
 
-What visits do not tell is taken as usual: backward visits in a row are one backward pass, every unit that backward
-reaches gets a gradient and is updated, and gradients are dropped after each step. What timing decides in a run is
-said here (``Circumstances``).
+Visits do not tell everything. The rest is assumed to be as usual: backward visits in a row are one backward pass, every
+unit that backward reaches gets a gradient and is updated, and gradients are dropped after each step. What timing or
+numbers decide in a run is given by the caller (``Circumstances``), or timing is played (``Clock``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_WARM_UP = 16
 
 
 def usual_visits(model: ModelSpec, micro_batches: int = 1) -> tuple[Visit, ...]:
-    """The visits of a step if every unit is used once in forward, in module order: what to expect of an unknown loop.
+    """Return the visits to expect of an unknown loop: each forward uses every unit once, in module order.
 
     Pieces of a batch are visits in a row. The root's visits stand between forward and backward, where its head and the
     loss are.
@@ -54,38 +54,38 @@ def usual_visits(model: ModelSpec, micro_batches: int = 1) -> tuple[Visit, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """What a run decides by its timing or its numbers."""
+    """Conditions that depend on timing or on numbers in a run."""
 
     clips: bool = True
-    """Updates in ``step()`` need a clip factor, which all gradients make."""
+    """Whether updates in ``step()`` need a clip factor, which depends on all gradients."""
     overtaken: frozenset[str] | None = None
-    """Units whose early update is not made. None: time decides where steps are played, else all are."""
+    """Units whose early update is not made. None: none, or where steps are played, played time decides."""
 
 
 def schedule(
     model: ModelSpec, plan: Plan, visits: Sequence[Visit], circumstances: Circumstances | None = None
 ) -> Schedule:
-    """List what one training step among equal ones does.
+    """List the operations of one training step in a row of equal ones.
 
     Args:
-        model: Units in the plan's order.
-        plan: Checked against the model.
-        visits: From one ``step()`` to the next, of any number of micro-batches.
-        circumstances: None: as they are by default.
+        model: Model with units in the plan's order.
+        plan: Plan that was checked against the model.
+        visits: Visits from one ``step()`` to the next, of any number of micro-batches.
+        circumstances: None: the default ones.
 
     Raises:
         ConfigError: The plan lacks slots for weights that these visits need.
-        MemoryBudgetError: It lacks other slots.
+        MemoryBudgetError: The plan lacks other slots.
     """
     steps = consecutive(model, plan, visits, nothing_held(plan), circumstances)
     before, step = next(steps), next(steps)
-    # In the first step no slot has kept states. With too few slots for the frozen units, slot contents may never
+    # In the first step no slot has kept states yet. If slots are too few for the frozen units, their contents may never
     # repeat; stop after some steps.
     for _ in range(_MAX_WARM_UP):
         before, step = step, next(steps)
         if (before.held_device, before.held_host) == (step.held_device, step.held_host):
             break
-    oldest = -len(before.operations)  # what is over for longer orders nothing
+    oldest = -len(before.operations)  # operations from before the previous step are over, and order nothing
     operations = (op._replace(after=tuple(i for i in op.after if i >= oldest)) for op in step.operations)
     return replace(step, operations=tuple(operations))
 
@@ -100,18 +100,19 @@ def consecutive(
     *,
     says_where: bool = True,
 ) -> Iterator[Schedule]:
-    """Schedules of steps with the same visits, one behind the other, without end.
+    """Yield schedules of steps with the same visits, one behind another, without end.
 
     Args:
-        model: Units in the plan's order.
-        plan: Checked against the model.
-        visits: Of each step.
-        held: What slots for weights hold when the first one begins.
-        circumstances: None: as they are by default.
-        clock: Decides which early updates are made. The caller plays what it does not.
-        says_where: Operations say what they read and write.
+        model: Model with units in the plan's order.
+        plan: Plan that was checked against the model.
+        visits: Visits of each step.
+        held: Content of the slots for weights when the first step begins.
+        circumstances: None: the default ones.
+        clock: Decides which early updates are made. It plays a step only to the end of backward, and only if there are
+            such updates; the caller plays the rest.
+        says_where: Whether operations list the bytes that they read and write.
     """
-    known = {held: weight_moves(model, plan, visits, held)}  # refuses a plan without slots for weights
+    known = {held: weight_moves(model, plan, visits, held)}  # raises for a plan without slots for weights
     steps = _Steps(model, plan, held, circumstances or Circumstances(), clock)
     steps.paper.says_where = says_where
     names = [unit.name for unit in model.units]
@@ -128,27 +129,27 @@ def consecutive(
 
 @dataclass(slots=True)
 class _Progress:
-    """Of a unit, in a step."""
+    """Progress of a unit's gradients and update in a step."""
 
     is_open: bool = False
-    """It has gradients of this pass on the device."""
+    """True while it has gradients of this pass on the device."""
     made: Entry | None = None
-    """What put them into a bucket."""
+    """Operation that put them into a bucket."""
     has_gradients: bool = False
     num_passes: int = 0
-    """Backward passes that gave it gradients."""
+    """Number of backward passes that gave it gradients."""
     is_counted: bool = False
-    """This pass is among them."""
+    """True if ``num_passes`` includes this pass."""
     is_attempted: bool = False
-    """It was updated inside backward."""
+    """True if an update inside backward was submitted."""
     attempt: Attempt | None = None
-    """The same, where time decides whether it is made."""
+    """That update, if played time decides whether it is made."""
     is_loose: bool = False
-    """Other units have its bucket, while it waits for its turn among ranks."""
+    """True if another unit has taken its bucket while it waits for its turn among ranks."""
 
 
 class _Steps:
-    """Lays out operations; remembers homes, slots and the last use of everything across steps."""
+    """Lays out operations. Remembers homes, slots and the last use of everything across steps."""
 
     def __init__(
         self, model: ModelSpec, plan: Plan, held: Held, circumstances: Circumstances, clock: Clock | None
@@ -160,12 +161,12 @@ class _Steps:
         self._units, self._weights = order.ledgers, order.weights
         self._gradients, self._updates, self._activations = order.gradients, order.updates, order.activations
         self._saved: dict[int, list[SavedCall[Entry] | None]] = {}
-        """By unit: what its forwards saved and sent away, the newest last. None: one that had no home for it."""
+        """Calls whose saved activations are sent away, by unit, the newest last. None: a call that found no home."""
         self._progress = [_Progress() for _ in self._units]
         self._work = [_Nothing(self, unit) for unit in self._units]
         self.factors: list[Entry] = []
-        """What makes the clip factor of the step."""
-        self._reached: dict[int, Ledger[Entry]] = {}  # by this backward pass
+        """Operations that make the clip factor of the step."""
+        self._reached: dict[int, Ledger[Entry]] = {}  # units that this backward pass has reached
         is_alone = all(unit.num_ranks == 1 for unit in model.units)
         self._turns = None if is_alone else Turns(unit for unit in self._units if unit.spec.trainable)
         self._weights.on_host.holders[:] = held.host
@@ -175,14 +176,14 @@ class _Steps:
                 self._units[index].slot = self._weights.on_device.slots[slot]
 
     def lay_out(self, visits: Sequence[Visit], ahead: Sequence[_Ahead], moves: Moves) -> None:
-        """One step."""
+        """Lay out one step."""
         waiting = deque(moves.moves)
         for i, (visit, coming) in enumerate(zip(visits, ahead, strict=True)):
             if i and coming.has_backward:
                 self._activations.begin_forward()
             while waiting and waiting[0].due <= i:
                 self._move(waiting.popleft())
-            if not i and coming.has_backward:  # the first fetches follow at once on the updates
+            if not i and coming.has_backward:  # the first fetches are submitted right after the updates
                 self._activations.begin_forward()
             self._visit(visit, coming)
         self._step(visits)
@@ -217,12 +218,12 @@ class _Steps:
         is_free = self._activations.room(unit) >= unit.plan.saved_bytes
         calls.append(self._activations.end_forward(unit, _Saved(unit.plan.saved_bytes)) if is_free else None)
         count = self._model.micro_batches_in_unit
-        if count > 1 and len(calls) % count == 0:  # backward comes to the first piece first
+        if count > 1 and len(calls) % count == 0:  # backward comes to the first piece of a batch first
             self._activations.turn(unit)
             calls[-count:] = reversed(calls[-count:])
 
     def _make_room(self, pool: SlotPool[Entry]) -> None:
-        if self._turns is not None:  # see ``RankedGradients``
+        if self._turns is not None:  # as in ``RankedGradients``
             taken = (u for u in self._turns.order if u.bucket is not None and u.bucket.pool is pool)
             unit = next(taken)
             self._gradients.let_go(unit)
@@ -231,7 +232,7 @@ class _Steps:
         self._send(next(u for u in self._reached.values() if u.bucket is not None and u.bucket.pool is pool))
 
     def _end_visit(self, unit: Ledger[Entry], ahead: _Ahead) -> None:
-        """Send home what is complete: a unit's gradients with its last visit of the pass, the root's with the pass."""
+        """Send complete gradients home: a unit's after its last visit of the pass, the root's when the pass ends."""
         root = self._units[ROOT]
         if unit.index != ROOT and not ahead.comes_again and self._progress[unit.index].is_open:
             for turn in (unit,) if self._turns is None else self._turns.come(unit):
@@ -257,7 +258,7 @@ class _Steps:
         progress.num_passes += not progress.is_counted
         progress.has_gradients = progress.is_counted = True
         if unit.plan.early and progress.num_passes == self._plan.accumulation_steps:
-            if progress.is_attempted:  # gradients came once more
+            if progress.is_attempted:  # the unit got gradients again
                 self._updates.forget_attempt(unit)
             self._attempt(unit, progress)
 
@@ -292,7 +293,7 @@ class _Steps:
             self._progress[index] = _Progress()
 
     def is_made_early(self, unit: Ledger[Entry]) -> bool:
-        """Whether a unit's early update takes place."""
+        """Return whether a unit's early update is made."""
         progress = self._progress[unit.index]
         if progress.attempt is not None:
             return progress.attempt.settle()
@@ -300,108 +301,108 @@ class _Steps:
 
 
 class _Saved:
-    """What a forward saved, on paper."""
+    """Activations that a forward saved, on paper."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.is_held, self.memory = nbytes, True, None
 
     def is_wanted(self) -> bool:
-        """Always: backward comes."""
+        """Return True, since backward always comes."""
         return True
 
     def leave(self, target: Span) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def let_go(self) -> None:
-        """It is home, or nobody wants it."""
+        """Note that the device holds them no longer."""
         self.is_held = False
 
     give_up = let_go
 
 
 class _Nothing:
-    """What operations do on paper."""
+    """The work of operations on paper: they do nothing."""
 
     def __init__(self, steps: _Steps, unit: Ledger[Entry]) -> None:
         self._steps, self._unit, self.nbytes = steps, unit, unit.spec.bucket_bytes
 
     @property
     def factors(self) -> list[Entry]:
-        """Of the step."""
+        """Operations that make the clip factor of the step."""
         return self._steps.factors
 
     @property
     def is_early(self) -> bool:
-        """Whether its update inside backward takes place."""
+        """Whether the unit's update inside backward is made."""
         return self._steps.is_made_early(self._unit)
 
     def leave(self, target: Span) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def landed(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def add_on_device(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def add_on_host(self, landing: Span, target: Span) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def put_in(self, bucket: Span) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def exchange(self, bucket: Span, received: Span) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def add_runs(self, received: Span, target: Span) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def begin(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def staged(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def weights_sent(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def gather(self, weights: Span) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def out_of_place(self, grads: Span, new: tuple[Span | None, Span], old: tuple[Span | None, Span | None]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def is_due(self) -> bool:
-        """The same."""
+        """Return whether the unit's update inside backward is made."""
         return self.is_early
 
     def is_wanted(self) -> bool:
-        """Always."""
+        """Return True always."""
         return True
 
 
 class _Ahead(NamedTuple):
-    """What comes after a visit."""
+    """What follows a visit."""
 
     has_backward: bool = False
-    """It is a forward to which a backward comes. Where that does not come to all forwards of a unit, it leaves out the
-    first: the unit is frozen, and nothing before it is trained."""
+    """True for a forward to which a backward comes. If backward does not come to all forwards of a unit, it leaves out
+    the first ones: the unit is frozen, and nothing before it is trained."""
     comes_again: bool = False
-    """The same backward pass reaches the unit again."""
+    """True if the same backward pass reaches the unit again."""
     ends_pass: bool = False
-    """It is the last of a backward pass."""
+    """True for the last visit of a backward pass."""
 
 
 def _ahead_of(visits: Sequence[Visit]) -> list[_Ahead]:
-    """By visit. Backward visits in a row are one pass."""
+    """Return what follows each visit. Backward visits in a row are one pass."""
     found: list[_Ahead] = []
-    walked: Counter[int] = Counter()  # by the backward pass that comes next
+    walked: Counter[int] = Counter()  # visits of the next backward pass, by unit
     for is_backward, group in itertools.groupby(reversed(visits), key=lambda visit: visit.phase is Phase.BACKWARD):
         mine = list(group)
         if is_backward:

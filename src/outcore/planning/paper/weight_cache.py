@@ -1,15 +1,15 @@
-"""Which weights stand in which slot, and when they come: Belady's rule over the visits of a step.
+"""Which weights each slot holds, and when they are loaded: Belady's rule over the visits of a step.
 
-Slots on the device are a cache of units; host slots for weights whose home is disk are a cache behind it, used by every
-fetch. Both follow the same rule: what is missing takes the slot whose content is used again last (L. A. Belady, "A
+Slots on the device are a cache of units. Host slots, for weights whose home is disk, are a cache behind it that every
+fetch uses. Both follow the same rule: a missing unit takes the slot whose content is used again last (L. A. Belady, "A
 study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966); no other rule loads
 less. The future is known: steps repeat, so this step's visits come again after it. Units that the step changes are
 worth nothing beyond its end.
 
-*When* is another question than *what*. A load may begin as soon as compute is done with what it replaces, however long
-before its use, and loads are made in that order. Units may also be used in turn, over and over. Then the one used last
+*When* to load is a separate question. A load may begin as soon as compute is done with what it replaces, however long
+before its use, and loads are made in that order. Units may also be used in turn, over and over. Then the unit used last
 is needed last, and what replaces it cannot be loaded ahead. So ``Plan.prefetch_depth`` asks for time: where possible, a
-unit takes a slot that is free so many visits before its use.
+unit takes a slot that is free that many visits before its use.
 """
 
 from __future__ import annotations
@@ -26,40 +26,41 @@ from outcore.spec.plan import Plan, Tier
 from outcore.spec.schedule import ROOT, Phase, Visit
 
 NEVER = 2**62
-STEPS_AHEAD = 3  # this one, the next one, whose first loads may be made in this one, and what that one is followed by
+STEPS_AHEAD = 3  # this step, the next one, whose first loads may be made in this one, and the one after that
 
 
 class Held(NamedTuple):
-    """Which unit's weights each slot holds, in the order of ``slot_sizes``; None: nobody's."""
+    """Unit whose weights each slot holds, in the order of ``slot_sizes``; None: an empty slot."""
 
     device: tuple[int | None, ...]
     host: tuple[int | None, ...]
 
 
 class Move(NamedTuple):
-    """Bring a unit's weights into a slot."""
+    """A load of a unit's weights into a slot."""
 
     tier: Literal["device", "host"]
-    """``host`` reads from disk; ``device`` fetches from the host, or from the host slot that was read into."""
+    """Tier of the slot.
+    ``host`` reads from disk; ``device`` fetches from the home, or from the host slot that was read into."""
     unit: int
     slot: int
     evicts: int | None
-    """The unit whose weights are in the slot until then."""
+    """Unit whose weights are in the slot until then."""
     due: int
-    """Before which visit it can be made first: by then nobody uses what the slot holds."""
+    """First visit before which the move can be made: by then compute is done with what the slot holds."""
     use: int
-    """Which visit needs it; counted on into the next step."""
+    """Visit that needs the move; the count goes on into the next step."""
 
 
 class Moves(NamedTuple):
-    """What a step moves, in order, and what the slots hold when its updates have been submitted."""
+    """Moves of a step, in order, and the content of slots when the step's updates have been submitted."""
 
     moves: tuple[Move, ...]
     held: Held
 
 
 class Use(NamedTuple):
-    """A cache is asked for a unit."""
+    """A request for a unit to a cache."""
 
     at: int
     """Position in time."""
@@ -68,30 +69,30 @@ class Use(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A use that found nothing, and the slot that was filled for it."""
+    """A use that missed, and the slot that is filled for it."""
 
     use: Use
     slot: int
     evicts: int | None
     free: int
-    """The first position at which the slot is not in use."""
+    """First position at which the slot is not in use."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Slots, and who may use them."""
+    """Slots, and the units that may use each of them."""
 
     slots_of: Mapping[int, Sequence[int]]
-    """Unit -> its slots."""
+    """Unit -> slots that it may use."""
     changed: frozenset[int]
     """Units whose weights another step must not use again."""
     depth: int = 0
-    """Positions between the moment a slot is free and the use that it is filled for, where a slot allows that."""
+    """Number of positions by which a slot should be free before the use that it is filled for."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """What stands in a slot while time passes."""
+    """Content of a slot at a position in time."""
 
     unit: int | None
     next_use: int
@@ -100,12 +101,14 @@ class _Slot:
 
 
 def belady(uses: Sequence[Use], cache: Cache, held: Sequence[int | None]) -> Iterator[Load]:
-    """Load what uses miss, evicting what is used again last, of equals what has been free for longest.
+    """Yield a load for each use that misses.
+
+    A load evicts the unit that is used again last; among equals it takes the slot that has been free for longest.
 
     Args:
-        uses: In order of time.
-        cache: Slots.
-        held: What they hold at first.
+        uses: Uses in the order of time.
+        cache: The slots.
+        held: Unit that each slot holds at first.
 
     Cost: O(uses + loads * slots).
     """
@@ -128,7 +131,7 @@ def _victim(at: int, cache: Cache, slots: Sequence[tuple[int, _Slot]]) -> int:
 
 
 def _next_uses(uses: Sequence[Use], changed: frozenset[int]) -> tuple[list[int], dict[int, int]]:
-    """When each use's unit is used next, and when each unit is used first."""
+    """Return the position of the next use for each use's unit, and the position of the first use for each unit."""
     next_uses: list[int] = []
     seen: dict[int, Use] = {}
     for use in reversed(uses):
@@ -140,24 +143,27 @@ def _next_uses(uses: Sequence[Use], changed: frozenset[int]) -> tuple[list[int],
 
 
 def slot_sizes(plan: Plan, tier: Tier) -> list[int]:
-    """Bytes of every slot for weights on a tier, smallest first."""
+    """Return the bytes of every slot for weights on a tier, smallest first."""
     pools = sorted((p for p in plan.pools if (p.tier, p.kind) == (tier, "weights")), key=lambda p: p.slot_bytes)
     return [pool.slot_bytes for pool in pools for _ in range(pool.num_slots)]
 
 
 def slots_for(sizes: Sequence[int], nbytes: int) -> list[int]:
-    """The slots that weights of a size use: the smallest that hold them. None may."""
+    """Return the slots that weights of a size may use: the smallest that hold them. Empty if all are too small."""
     size = min((size for size in sizes if size >= nbytes), default=None)
     return [i for i, other in enumerate(sizes) if other == size]
 
 
 def nothing_held(plan: Plan) -> Held:
-    """Slots as a run finds them."""
+    """Return the content of slots when a run begins: all are empty."""
     return Held((None,) * len(slot_sizes(plan, "device")), (None,) * len(slot_sizes(plan, "host")))
 
 
 def changed_units(model: ModelSpec, visits: Iterable[Visit]) -> frozenset[int]:
-    """The units that a step updates, as far as its visits tell: those that backward reaches, and with them the root."""
+    """Return the units that a step updates, judging by its visits: those that backward reaches, and with them the root.
+
+    Units without trainable parameters are left out.
+    """
     reached = {visit.unit for visit in visits if visit.phase is Phase.BACKWARD}
     return frozenset(unit for unit in reached | {0} if reached and model.units[unit].trainable)
 
@@ -165,29 +171,29 @@ def changed_units(model: ModelSpec, visits: Iterable[Visit]) -> frozenset[int]:
 def weight_moves(model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: Held) -> Moves:
     """Decide what a step moves into slots for weights.
 
-    A step begins when the updates of the step before have been submitted. Before that, no unit is moved that these
-    updates change. Other units' weights may be moved ahead of the next step.
+    A step begins when the updates of the step before have been submitted. Weights that these updates change are not
+    moved before that. Weights of other units may be moved ahead of the next step.
 
     Args:
-        model: Units in the plan's order.
-        plan: Homes, slots and ``prefetch_depth``.
-        visits: Of the step, and of those that follow.
-        held: What the slots hold when the step begins.
+        model: Model with units in the plan's order.
+        plan: Plan with homes, slots and ``prefetch_depth``.
+        visits: Visits of the step; those of the following steps are the same.
+        held: Content of the slots when the step begins.
     """
     changed, period = changed_units(model, visits), len(visits)
     all_fetches = _fetches(_streamed(model, plan, "device"), visits, changed, plan.prefetch_depth, held.device)
     fetches = list(_without_copies(sorted(all_fetches, key=lambda move: (move.due, move.use)), period, held.device))
     mine = [move for move in fetches if move.due < period]
-    depth = min(plan.prefetch_depth, 1)  # all that a read must not wait for is the copy of the one before
+    depth = min(plan.prefetch_depth, 1)  # enough: a read should not wait for the fetch just before the one it serves
     reads = _reads(_streamed(model, plan, "host"), fetches, period, changed, depth, held.host)
     moves = tuple(_merged(mine, [(due, move) for due, move in reads if due < len(mine)]))
     return Moves(moves, Held(*(_after(getattr(held, tier), tier, moves, changed) for tier in Held._fields)))
 
 
 def _without_copies(fetches: Iterable[Move], period: int, held: Sequence[int | None]) -> Iterator[Move]:
-    """Leave out what would be fetched ahead of the next step although it is still held when this one ends.
+    """Leave out fetches ahead of the next step of units that are still held when this step ends.
 
-    It was to be evicted early in the next step; that step decides anew.
+    Such a unit was to be evicted early in the next step and fetched again; the next step decides anew.
     """
     slots = list(held)
     for fetch in fetches:
@@ -198,7 +204,7 @@ def _without_copies(fetches: Iterable[Move], period: int, held: Sequence[int | N
 
 
 def _streamed(model: ModelSpec, plan: Plan, tier: Tier) -> dict[int, list[int]]:
-    """Unit -> its slots on a tier, for units that use any."""
+    """Return unit -> its slots on a tier, for the units that use slots there."""
     sizes = slot_sizes(plan, tier)
     pairs = enumerate(zip(model.units, plan.units, strict=True))
     streamed = {i: nbytes for i, (spec, unit) in pairs if (nbytes := in_slot(spec, unit, tier))}
@@ -238,7 +244,7 @@ def _reads(
     depth: int,
     held: Sequence[int | None],
 ) -> Iterator[tuple[int, Move]]:
-    """Reads from disk, each with the number of fetches that must have been made before."""
+    """Yield reads from disk, each with the number of fetches that must be made before it."""
     uses = [Use(i, fetch.unit, fetch.due // period) for i, fetch in enumerate(fetches) if fetch.unit in slots_of]
     begins = {
         step: next(group)[0] for step, group in groupby(enumerate(fetches), key=lambda pair: pair[1].due // period)
@@ -269,14 +275,16 @@ def _after(
 
 
 def update_order(visits: Iterable[Visit] | None, num_units: int, last_first: int = 0) -> list[int]:
-    """In which order ``step()`` updates units: first used, first updated. The root comes first if it is not visited.
+    """Return the order in which ``step()`` updates units: first used, first updated.
+
+    The root comes first if it is not visited.
 
     Args:
-        visits: Of the step before. None: of several ranks, which may visit different units and must go the same way:
-            in module order.
-        num_units: The root among them.
-        last_first: So many of those used last come before all others, the last one first. The root is not among them:
-            its gradient comes home last.
+        visits: Visits of the step before. None: module order, for several ranks, which may visit different units but
+            must update them in the same order.
+        num_units: Number of units, with the root.
+        last_first: Number of units used last that come before all others, the last one first. The root is never one of
+            them, since its gradient comes home last.
     """
     used = dict.fromkeys(range(1, num_units) if visits is None else (visit.unit for visit in visits))
     first = [] if ROOT in used else [ROOT]

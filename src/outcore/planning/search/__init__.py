@@ -1,1 +1,1 @@
-"""Finding the plan whose step is the shortest."""
+"""The search for the plan with the shortest step."""

@@ -1,7 +1,7 @@
-"""Plans that a search tries: kinds of homes in the order of the units, slots, and who updates when.
+"""Plans that a search tries: the kind of homes of every unit, slots, and where and when updates run.
 
-A candidate is small and can be compared; ``Choice.plan`` writes it down. Units with the same kind of homes mostly stand
-side by side, since units in a row differ in when they are needed and in little else.
+A candidate is small and can be compared; ``Choice.plan`` turns it into a plan. Units with the same kind of homes mostly
+stand side by side, since units in a row differ in when they are needed and in little else.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ KINDS = (
     Kind("host", "disk", "disk"),
     Kind("disk", "disk", "disk"),
 )
-"""From near to far."""
+"""The kinds of homes that are tried, from near to far."""
 ALL_DEVICE, ALL_HOST, ALL_DISK = KINDS[0], KINDS[3], KINDS[-1]
 ROOMY = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
 TIGHT = Comfort(prefetch_depth=0, num_buckets=1, max_slots_host=1)
 SMALL = 8
-"""With so many units at most, single ones and pairs are looked at."""
+"""In models of at most this many units, changes of single units and of pairs are tried, too."""
 _MOST = {"prefetch_depth": 5, "num_buckets": 6, "max_slots_host": 4}
 
 
@@ -55,44 +55,44 @@ class Candidate:
     """A plan in few words."""
 
     kinds: tuple[Kind, ...]
-    """Of every unit, the root first."""
+    """The kind of every unit, the root first."""
     comfort: Comfort = ROOMY
     share: float = 0.0
-    """Of the units whose states are in host memory: updated on the device."""
+    """The fraction that the device updates of the units with states in host memory."""
     early: float = 0.0
-    """Of the others that can be: updated inside backward."""
+    """The fraction updated inside backward of the remaining units that can be."""
     late: float = 0.0
-    """Of all units: those at the end of forward whose updates ``step()`` begins with."""
+    """The fraction of all units but the root, from the end of forward, whose updates ``step()`` begins with."""
     in_turn: bool = False
     """Units whose states are still in slots are updated in their turn, not first."""
     saves: Away | None = None
-    """What some units save beyond their arguments, or off the device; None: they do not."""
+    """What some units save beyond their arguments, or off the device; None if all save their arguments only."""
 
     @functools.cached_property
     def order(self) -> tuple[object, ...]:
-        """Of equally good ones."""
+        """Sort key among equally good candidates."""
         return self.kinds, repr((self.comfort, self.share, self.early, self.late, self.in_turn, self.saves))
 
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.kinds, self.comfort, self.share, self.early, self.late, self.in_turn, self.saves))
 
-    def __hash__(self) -> int:  # of hundreds of units, asked again and again
+    def __hash__(self) -> int:  # kept: kinds can be hundreds, and the hash is asked for again and again
         return self._hash
 
-    def __getstate__(self) -> dict[str, object]:  # another process hashes otherwise
+    def __getstate__(self) -> dict[str, object]:  # hashes differ in another process
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
 
 class _Footprint(NamedTuple):
-    """What one unit takes."""
+    """What one unit takes: bytes of its homes by tier, and the slots that it needs."""
 
     nbytes: dict[Tier, int]
     needs: tuple[Need, ...]
 
 
 class Choice:
-    """What all candidates have in common."""
+    """Turns candidates of one model into plans, and lists the candidates near one."""
 
     def __init__(
         self,
@@ -103,18 +103,18 @@ class Choice:
         may_be_early: bool,
         ways: Sequence[Away | None] = (None,),
     ) -> None:
-        """Say what may be chosen.
+        """Set what may be chosen.
 
         Args:
             model: Units in the plan's order.
-            policy: Of all units but the root.
-            accumulation_steps: Micro-batches of a step, if that is promised.
-            may_be_early: Updates inside backward are allowed.
+            policy: Activation policy of all units but the root.
+            accumulation_steps: Micro-batches of a step if their number is promised, else None.
+            may_be_early: Whether updates inside backward are allowed.
             ways: What may become of activations.
         """
         self._model, self._policy, self._ways = model, policy, ways
         self._accumulation_steps, self._may_be_early = accumulation_steps, may_be_early
-        # Equal units are asked once: plans of hundreds of units are written down again and again.
+        # Equal units are worked out once: plans of hundreds of units are made again and again.
         self._unit = functools.cache(self._write_unit)
         shapes = [(u.weight_bytes, u.trainable_bytes, u.update_bytes, u.buffer_bytes, not u.name) for u in model.units]
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
@@ -122,12 +122,12 @@ class Choice:
         self._footprint = functools.cache(self._measure)
         self._can_be = functools.cache(self._tell_one)
         self._how, self._taken = functools.cache(self._tell), functools.cache(self._take)
-        # A slot for staging holds all states of a unit: embeddings would make every slot as large as they are.
+        # A staging slot holds all states of a unit, so embeddings would make every slot as large as they need.
         sizes = Counter(u.update_bytes for u in model.units[1:] if u.update_bytes)
         self._most_staged_bytes = 2 * max(sizes, key=lambda nbytes: (sizes[nbytes], nbytes), default=0)
 
     def plan(self, candidate: Candidate) -> Plan:
-        """Write a candidate down."""
+        """Turn a candidate into a plan."""
         units = tuple(self._unit(i, *how) for i, how in enumerate(self._how(candidate)))
         fetches = not all(map(is_resident, self._model.units, units))
         return Plan(
@@ -147,7 +147,7 @@ class Choice:
         return self._taken(candidate)[1]
 
     def _take(self, candidate: Candidate) -> tuple[tuple[Pool, ...], dict[Tier, int]]:
-        """Slots, and the bytes of all."""
+        """Return the slots of a candidate, and the bytes that it takes on each tier, slots included."""
         total: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
         needs = Needs()
         for (i, how), count in Counter(zip(self._alike, self._how(candidate), strict=True)).items():
@@ -161,7 +161,7 @@ class Choice:
         return pools, total
 
     def _tell(self, candidate: Candidate) -> list[tuple[Kind, bool, bool]]:
-        """Of every unit: its homes, and whether it is updated on the device, or inside backward."""
+        """Return of every unit its homes, whether the device updates it, and whether its update is early."""
         if not candidate.share and not candidate.early:
             return [(kind, False, False) for kind in candidate.kinds]
         able = [self._can_be(i, kind) for i, kind in zip(self._alike, candidate.kinds, strict=True)]
@@ -171,7 +171,7 @@ class Choice:
         return [(kind, i in staged, i in early) for i, kind in enumerate(candidate.kinds)]
 
     def _tell_one(self, index: int, kind: Kind) -> tuple[bool, bool]:
-        """Whether a unit can be updated on the device, and inside backward."""
+        """Return whether a unit can be updated on the device, and whether inside backward."""
         spec, unit = self._model.units[index], self._unit(index, kind)
         return spec.update_bytes <= self._most_staged_bytes and can_be_staged(unit), can_be_early(spec, unit)
 
@@ -188,7 +188,7 @@ class Choice:
         is_staged: bool = False,  # noqa: FBT001, FBT002
         is_early: bool = False,  # noqa: FBT001, FBT002
     ) -> UnitPlan:
-        """Homes that are legal for the unit; what it does not have rests where its weights do."""
+        """Return the unit's plan, with legal homes; what the unit does not have gets the home of its weights."""
         spec = self._model.units[index]
         weights: Tier = kind.weights if spec.name and spec.weight_bytes else "device"
         gradients, states = (kind.gradients, kind.states) if spec.trainable_bytes else (weights, weights)
@@ -206,11 +206,11 @@ class Choice:
         return shared(plan, self._model.sharing)
 
     def uniform(self, kind: Kind, comfort: Comfort = ROOMY, *, saves: Away | None = None) -> Candidate:
-        """All units alike."""
+        """Return the candidate in which all units have the same kind."""
         return Candidate((kind,) * len(self._model.units), comfort, saves=saves)
 
     def of(self, plan: Plan) -> Candidate:
-        """The candidate that is most like a plan without shares."""
+        """Return the candidate that is most like a plan, with ``share`` and ``early`` left at 0."""
         kinds = tuple(Kind(unit.weights, unit.gradients, unit.states) for unit in plan.units)
         slots = {(pool.tier, pool.kind): pool.num_slots for pool in plan.pools}
         most = max((n for (tier, _), n in slots.items() if tier == "host"), default=ROOMY.max_slots_host)
@@ -221,7 +221,7 @@ class Choice:
         return Candidate(kinds, comfort, late=late, in_turn=not plan.kept_updated_first)
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
-        """What is one change away, in a fixed order: the large changes first."""
+        """Yield the candidates that are one change away, in a fixed order, large changes first."""
         yield from self._other_updates(candidate)
         yield from (replace(candidate, saves=saves) for saves in self._other_ways(candidate.saves))
         yield from self._other_slots(candidate)
@@ -237,19 +237,19 @@ class Choice:
                     yield replace(candidate, early=early)
 
     def turned(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The other order of units whose states are still in slots, where there are such slots."""
+        """Yield the candidate with ``in_turn`` changed, if it has slots for states."""
         if any(pool.kind == "states" for pool in self._taken(candidate)[0]):
             yield replace(candidate, in_turn=not candidate.in_turn)
 
     def other_orders(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Other orders of the updates."""
+        """Yield candidates with other orders of the updates."""
         for by in (0.25, 0.125, 1 / len(candidate.kinds)):
             for late in (candidate.late + by, candidate.late - by):
                 if 0 <= late <= 1:
                     yield replace(candidate, late=late)
 
     def _other_ways(self, now: Away | None) -> Iterator[Away | None]:
-        """Other activations leave, or those of more or fewer units."""
+        """Yield other ways with activations, and the same way for more or fewer units."""
         by = (0.5, 0.25, 1 / 8, 1 / len(self._model.units))
         for way in self._ways if len(self._ways) > 1 else ():
             if way is None or now is None or way._replace(share=now.share) != now:
@@ -261,7 +261,7 @@ class Choice:
             yield from (now._replace(share=share) for share in changed if 0 < share <= 1)
 
     def _other_slots(self, candidate: Candidate) -> Iterator[Candidate]:
-        if candidate.comfort != TIGHT:  # room for whole activations
+        if candidate.comfort != TIGHT:  # leaves room for activations
             yield replace(candidate, comfort=TIGHT)
         for name, most in _MOST.items():
             number = getattr(candidate.comfort, name)
@@ -270,7 +270,7 @@ class Choice:
                     yield replace(candidate, comfort=replace(candidate.comfort, **{name: other}))
 
     def _other_homes(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Borders between kinds move; some units at one end, or single ones of a small model, take another kind."""
+        """Move borders between kinds; give units at one end, or single ones of a small model, another kind."""
         kinds, count = candidate.kinds, len(candidate.kinds)
         steps = sorted({1, 2, count // 16, count // 6} - {0}, reverse=True)
         border = 0
@@ -287,12 +287,12 @@ class Choice:
                 yield replace(candidate, kinds=_filled(kinds, start, stop, kind))
 
     def rank(self, kind: Kind) -> int:
-        """How far; kinds that are not listed count as the first with their states there."""
+        """Return how far a kind is. A kind that is not in ``KINDS`` ranks as the first with its tier of states."""
         alike = (i for i, known in enumerate(KINDS) if known.states == kind.states)
         return KINDS.index(kind) if kind in KINDS else next(alike)
 
     def pairs(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Two units of a small model change at once: they exchange their homes, or one makes room for the other."""
+        """Yield changes of two units of a small model: they exchange homes, or one makes room for the other."""
         kinds = candidate.kinds
         for i, j in itertools.permutations(range(len(kinds)), 2):
             if i < j and kinds[i] != kinds[j]:

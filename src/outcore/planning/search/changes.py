@@ -1,6 +1,6 @@
-"""What would help, and how step time depends on what there is: the same question asked of changed settings.
+"""What would help, and how step time depends on memory and batch: the same question asked of changed settings.
 
-Other settings are estimated from the plan that was found: what is best for one is nearly best for the next.
+Changed settings are estimated from the plan that was found: what is best for one is nearly best for the next.
 """
 
 from __future__ import annotations
@@ -23,55 +23,56 @@ _MOST_BATCHES = 8
 
 @dataclass(frozen=True)
 class Change:
-    """Something that could be different."""
+    """A change of the setting, and what it gains."""
 
     name: str
     effort: float
     """1: an option of the run; 2: a part that is added; 3: one that is replaced; 4: another device."""
     step_s: float
     gain: float
-    """Tokens per second, over those of the setting as it is."""
+    """Tokens per second, divided by those of the setting as it is."""
 
     @property
     def worth(self) -> float:
-        """By which changes are ordered."""
+        """Key by which changes are ordered, largest first."""
         return math.log(self.gain) / self.effort
 
 
 class Point(NamedTuple):
-    """A setting and what it comes to."""
+    """A point of a curve: a setting and its estimated step time."""
 
     value: float
     step_s: float | None
-    """None: it does not fit."""
+    """Seconds of a step; None if nothing fits."""
     tokens: int
-    """Of a step."""
+    """Tokens of a step."""
     is_today: bool
 
 
 class _Tried(NamedTuple):
-    """A change of which it is not known yet what it gains."""
+    """A change whose gain is not known yet."""
 
     name: str
     effort: float
     setting: Setting
-    """That it makes."""
+    """The changed setting."""
     known: Candidate
-    """Good for the setting as it is."""
+    """A candidate that is good for the setting as it is."""
     same_s: float
-    """Of a step that trains as many tokens per second as without the change."""
+    """Seconds of a step with the change at which tokens per second are the same as without it."""
 
 
 def best_changes(
     setting: Setting, found: Found, *, most: int = 3, over: Callable[..., Iterable[Change | None]] = map
 ) -> tuple[Change, ...]:
-    """The changes with the largest gain for their effort.
+    """Return the changes with the largest gain for their effort.
 
     Args:
-        setting: As it is.
-        found: For the setting.
-        most: Of them.
-        over: As ``map``. All but the first item can be pickled: its batch is another one, which is not followed yet.
+        setting: The setting as it is.
+        found: The plan that was found for it.
+        most: The most changes to return.
+        over: Works like ``map``, and may use another process. All items but the first can be pickled. The first has
+            another batch size, whose profile is not known yet.
     """
     step_s, known = found.simulation.step_s, found.candidate
     tried = [_Tried(*each, known, step_s * each[-1].tokens / setting.tokens) for each in _changed(setting)]
@@ -80,7 +81,7 @@ def best_changes(
 
 
 def _estimated(tried: _Tried) -> Change | None:
-    """None: it gains next to nothing."""
+    """Return the change with its gain, or None if it gains next to nothing."""
     reached = estimate(tried.setting.job(), [tried.known], enough_s=tried.same_s / _LEAST_GAIN)
     if reached is None or not reached.step_s or tried.same_s / reached.step_s < _LEAST_GAIN:
         return None
@@ -88,7 +89,7 @@ def _estimated(tried: _Tried) -> Change | None:
 
 
 def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
-    """Name, effort, and the setting that it makes."""
+    """Yield of every change its name, its effort, and the changed setting."""
     batch = 2 * setting.batch_size
     yield f"batches of {batch} sequences", 1, replace(setting, batch_size=batch)
     setting = replace(setting, profile_of={setting.batch_size: setting.profile}.__getitem__)
@@ -126,12 +127,12 @@ def _times(part: Any, factor: float, *fields: str) -> Any:
 
 
 def over_device_memory(setting: Setting, found: Found) -> tuple[Point, ...]:
-    """Step time over the device's budget."""
+    """Return step times for different budgets of device memory."""
     return _over_memory(setting, found, "device_bytes")
 
 
 def over_host_memory(setting: Setting, found: Found) -> tuple[Point, ...]:
-    """Step time over the host's budget."""
+    """Return step times for different budgets of host memory."""
     return _over_memory(setting, found, "host_bytes")
 
 
@@ -142,7 +143,7 @@ def _over_memory(setting: Setting, found: Found, field: str) -> tuple[Point, ...
 
 
 def over_batch(setting: Setting, found: Found) -> tuple[Point, ...]:
-    """Step time over the sequences of a micro-batch, up to the first that does not fit."""
+    """Return step times for different sequences per micro-batch, up to the first size that does not fit."""
     doubled = [2**i for i in range(_MOST_BATCHES)]
     sizes = sorted({*doubled, setting.batch_size, 2 * setting.batch_size, 4 * setting.batch_size})
     near = [size for size in sizes if setting.batch_size / 16 <= size <= 16 * setting.batch_size]
@@ -160,7 +161,7 @@ def _curve(
     *,
     is_memory: bool,
 ) -> tuple[Point, ...]:
-    """Points from the smallest value on: what fits with less is known where there is more."""
+    """Return points from the smallest value up, so that a candidate that fits in less is known where there is more."""
     points: list[Point] = []
     known: Sequence[Candidate] = [found.candidate]
     simulated = Simulated() if is_memory else None

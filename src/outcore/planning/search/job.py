@@ -1,4 +1,4 @@
-"""What a search is asked for, and what each way with activations leaves to everything else."""
+"""What a search is to plan for, and what each way with activations leaves to everything else."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from outcore.spec.plan import Plan, Policy, Tier
 
 
 class Within(NamedTuple):
-    """What one way with activations takes, and what it leaves to everything else."""
+    """What one way with activations leaves to everything else."""
 
     sending: Sending | None
     limits: Limits
-    """Without what it takes."""
+    """The job's limits without what ``sending`` takes."""
     activations: Room
-    """Of the device's limit."""
+    """The part of the device's limit that is left to activations and workspace."""
 
     @property
     def room(self) -> dict[Tier, int]:
@@ -34,28 +34,28 @@ class Within(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, within what, and how."""
+    """What is trained, how, and within which limits."""
 
     model: ModelSpec
     limits: Limits
     rates: Rates
     micro_batches: int = 1
     is_promised: bool = False
-    """The number of micro-batches is: updates inside backward are allowed."""
+    """Whether the number of micro-batches is promised, so that updates inside backward are possible."""
     clipping: bool = True
     policy: Policy = "recompute"
     activation_share: float = 0.0
-    """Of the device, to leave to activations where nobody knows what they take; 0: they are not in its budget."""
+    """The fraction of the device to leave to activations of unknown size; 0 if its budget does not include them."""
     footprint: Footprint | None = None
-    """Of a micro-batch; None: not known."""
+    """Footprint of a micro-batch; None if it is not known."""
     keeps_what_fits: bool = True
-    """Calls keep what they save while there is room."""
+    """Whether calls keep what they save while there is room."""
     ways: tuple[Away | None, ...] = (None,)
     """What may become of activations (None: they stay, and are recomputed). The first is that of the rule's plan."""
 
     @functools.cached_property
     def saved(self) -> Mapping[str, Saved]:
-        """What a call of each unit saves, where that is known and there may be room to keep it."""
+        """What a call of each unit saves; empty if that is not known, or not kept while there is room."""
         return {} if self.footprint is None or not self.keeps_what_fits else self.footprint.saved
 
     @functools.cached_property
@@ -63,7 +63,7 @@ class Job:
         return {}
 
     def within(self, away: Away | None) -> Within:
-        """What is left to everything else."""
+        """Return what a way with activations leaves to everything else."""
         if away not in self._known:
             self._known[away] = self._left(away)
         return self._known[away]
@@ -77,7 +77,7 @@ class Job:
         return Within(sending, limits, Room(workspace, 0.0 if workspace else self.activation_share))
 
     def as_run(self, plan: Plan, away: Away | None) -> Plan:
-        """With the activations that leave, and those that there is room to keep. Args: plan: Without either."""
+        """Add the activations that leave, and those that there is room to keep. Args: plan: A plan without either."""
         within = self.within(away)
         left = within.limits.device_bytes - within.activations.nbytes - plan.tier_bytes["device"]
         room = max(left, 0) // self.model.micro_batches_in_unit

@@ -1,4 +1,4 @@
-"""Candidates of one job, each looked at once: what they take, how fast they could be, how fast they are simulated."""
+"""What is known of a job's candidates, each worked out once: memory, bounds and simulated seconds."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, int, bool]
 
 
 class Simulated(dict[_Key, Simulation]):
-    """Simulations of plans, at the same rates."""
+    """Simulations of plans, all at the same rates."""
 
     over: Callable[..., Iterable[Any]] = map
-    """With which several are made: as ``map``, which makes one after the other."""
+    """Makes several simulations. It works like ``map``, which makes them one after the other."""
 
     @property
     def at_once(self) -> int:
-        """How many."""
+        """The number of simulations that ``over`` makes at the same time."""
         return 1 if self.over is map else 2
 
 
 _COARSE = 24
 _WEAR = 0.005
-"""Of the time that the drive writes: a plan must gain so much by it. What is written wears the drive, for nothing where
-host memory has room and a step is as short without."""
+"""Seconds that a plan must gain for each second that the drive writes. Writing wears the drive, for nothing where host
+memory has room and a step is as short without."""
 
 
 class Looks:
-    """What is known of candidates."""
+    """What is known of the candidates of one job."""
 
     def __init__(self, job: Job, simulated: Simulated | None = None) -> None:
-        """Args: simulated: Before, for jobs that differ in limits alone; grows."""
+        """Args: simulated: Simulations made before, for jobs that differ in limits alone; new ones are added."""
         self._job = job
         steps = job.micro_batches if job.is_promised else None
         self.may_be_early = job.is_promised and not job.clipping
@@ -52,23 +52,24 @@ class Looks:
         self.simulated = Simulated() if simulated is None else simulated
         # Cached per object: functools.cache on the methods would keep every search alive.
         self.plan = functools.cache(self.choice.plan)
-        """The candidate written down, without activations that leave."""
+        """Candidate -> its plan, without activations that leave."""
         firsts: dict[tuple[_Key, Away | None], Candidate] = {}
         self.same = functools.cache(lambda c: firsts.setdefault((_key(self.plan(c)), c.saves), c))
-        """The first candidate that was seen with the same plan."""
+        """Candidate -> the first candidate that was seen with the same plan."""
         self.busiest = functools.cache(self._busiest)
         self.coarse_s = functools.cache(self._coarse_s)
-        self._runs: dict[tuple[int, Away | None], tuple[Plan, Plan]] = {}  # by the plan's id, with the plan
+        self._runs: dict[tuple[int, Away | None], tuple[Plan, Plan]] = {}
+        """(id of a plan, way) -> the plan, held so that no other gets its id, and the plan with activations."""
         self.fits = functools.cache(self._fits)
         self.seconds = functools.cache(self._seconds)
-        """See ``cost_s``."""
+        """Candidate -> ``cost_s`` of its plan."""
         self.room = functools.cache(lambda away: job.within(away).room)
         self.first_way = job.ways[0]
-        """With activations: that of the rule's plan."""
+        """The way with activations of the rule's plan."""
 
     @functools.cached_property
     def today(self) -> Plan:
-        """The rule's, with the first way."""
+        """The plan of the rule (``homes.placement``), beside the first way with activations."""
         job, within = self._job, self._job.within(self._job.ways[0])
         return place(
             job.model,
@@ -81,27 +82,27 @@ class Looks:
 
     @property
     def num_simulated(self) -> int:
-        """Plans."""
+        """The number of plans that were simulated."""
         return len(self.simulated)
 
     def missing(self, candidate: Candidate) -> dict[Tier, int]:
-        """Bytes above the limits, by tier."""
+        """Return the bytes that a candidate takes above the limits, by tier."""
         taken, room = self.choice.tier_bytes(candidate), self.room(candidate.saves)
         return {tier: taken[tier] - most for tier, most in room.items() if taken[tier] > most}
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Within the limits."""
+        """Return whether a candidate keeps to the limits."""
         return not self.missing(candidate)
 
     def run(self, plan: Plan, away: Away | None) -> Plan:
-        """With activations: see ``Job.as_run``."""
+        """Add activations to a plan: see ``Job.as_run``."""
         key = id(plan), away
         if key not in self._runs:
             self._runs[key] = plan, self._job.as_run(plan, away)
         return self._runs[key][1]
 
     def simulation(self, plan: Plan, away: Away | None) -> Simulation:
-        """When steps have settled: the first ones of plans that use the disk may be far longer, or shorter."""
+        """Simulate a plan until steps have settled: the first steps of one that uses the disk may differ greatly."""
         run = self.run(plan, away)
         key = _key(run)
         if key not in self.simulated:
@@ -109,14 +110,14 @@ class Looks:
         return self.simulated[key]
 
     def simulate(self, plans: Iterable[tuple[Plan, Away | None]]) -> None:
-        """Several that will be asked for."""
+        """Simulate several plans ahead of ``simulation``."""
         runs = [self.run(plan, away) for plan, away in plans]
         new = {key: run for run in runs if (key := _key(run)) not in self.simulated}
         for (key, run), numbers in zip(new.items(), self.simulated.over(self._numbers, new.values()), strict=True):
             self.simulated[key] = Simulation(**numbers, again=self._again(run))
 
     def _numbers(self, run: Plan) -> dict[str, Any]:
-        """Of a simulation, without what it is of."""
+        """Return the fields of a simulation without ``again``."""
         found = vars(simulation_of(self._again(run)))
         return {name: value for name, value in found.items() if name != "again"}
 
@@ -129,12 +130,12 @@ class Looks:
         return Looks, (self._job,)
 
     def bound(self, plan: Plan, away: Away | None, max_nodes: int = MAX_NODES) -> Bound:
-        """Of a plan."""
+        """Return the bound of a plan."""
         job, run = self._job, self.run(plan, away)
         return bound_of(job.model, run, job.rates, self._visits, self._circumstances, max_nodes=max_nodes)
 
     def cost_s(self, plan: Plan, away: Away | None) -> float:
-        """What a search makes least: seconds of a step, simulated, and a little for what the drive writes."""
+        """Return what a search minimizes: simulated seconds of a step, and a little for what the drive writes."""
         found = self.simulation(plan, away)
         return found.step_s + _WEAR * found.written_s
 
@@ -142,11 +143,11 @@ class Looks:
         return self.cost_s(self.plan(candidate), candidate.saves)
 
     def _coarse_s(self, candidate: Candidate) -> float:
-        """No step is shorter."""
+        """Return a coarse bound: no step is shorter."""
         return self.bound(self.plan(candidate), candidate.saves, _COARSE).seconds
 
     def _busiest(self, candidate: Candidate) -> tuple[float, float]:
-        """A bound that is sooner worked out."""
+        """Return a bound that is worked out faster, and a sum that tells equal bounds apart: see ``busiest_s``."""
         job, run = self._job, self.run(self.plan(candidate), candidate.saves)
         return busiest_s(job.model, run, job.rates, self._visits, self._circumstances)
 

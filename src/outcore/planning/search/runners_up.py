@@ -1,4 +1,4 @@
-"""Plans that anybody would think of, and why they were not chosen."""
+"""Simple plans that anyone would think of, and why they were not chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outcore.planning.search.looks import Looks
 from outcore.spec.plan import Plan
 
 SMALLEST_GAIN = 1e-4
-"""Of a step. Smaller ones are not worth another plan."""
+"""The smallest gain, as a fraction of a step, that is worth another plan."""
 
 
 @dataclass(frozen=True)
@@ -22,25 +22,25 @@ class RunnerUp:
 
     name: str
     step_s: float | None
-    """None: it does not fit."""
+    """Seconds of a step; None if the plan does not fit."""
     reason: str
 
 
 def uniform(looks: Looks, away: Away | None) -> dict[str, Candidate]:
-    """Plans in which all units live alike, by name. Some do not fit."""
+    """Return plans in which all units have the same homes, by name. Some may not fit."""
     named = {"everything on the device": ALL_DEVICE, "all in host memory": ALL_HOST, "all on disk": ALL_DISK}
     named["states on disk, the rest in host memory"] = Kind("host", "host", "disk")
     return {name: looks.choice.uniform(kind, saves=away) for name, kind in named.items()}
 
 
 def runners_up(looks: Looks, bare: Plan, away: Away | None, step_s: float) -> Iterator[RunnerUp]:
-    """Simple plans, and why each lost.
+    """Yield simple plans, and why each lost.
 
     Args:
-        looks: What is known of them.
+        looks: What is known of candidates.
         bare: The plan that was chosen, without activations that leave.
         away: What becomes of its activations.
-        step_s: Of it.
+        step_s: Seconds of its step.
     """
     others: Iterable[tuple[str, Plan, Away | None]] = [("filled tier by tier", looks.today, looks.first_way)]
     for name, candidate in uniform(looks, away).items():

@@ -1,10 +1,10 @@
-"""The plan that is fastest on a machine, as far as the simulator can tell: homes, slots, and who updates when.
+"""The plan that is fastest on a machine by the simulator: homes, slots, and where and when updates run.
 
 [Note: how it is found] Fillings come first: the nearest kinds of homes for as many units as fit, farther ones for the
 rest. Those with the lowest bounds are simulated, and the best of them is changed step by step while it gets faster. A
 change whose bound is above the best time so far cannot be better, and is not simulated. The rule's plan and uniform
-ones are simulated in any case: what is found is never slower than these. All counts are fixed, so the same inputs give
-the same plan.
+ones are simulated in any case: the plan that is found is never slower than these. All counts are fixed, so the same
+inputs give the same plan.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from outcore.planning.timing.simulate import Simulation
 from outcore.spec.plan import Plan
 
 _SIMULATED_UNITS, _MOST_SIMULATED = 1500, 200
-"""Units in all steps that are simulated; plans that are, at most."""
+"""The most units in all simulated steps together; the most simulated plans."""
 _FEW = 100
-"""Plans to simulate: with more, some starts are changed, not the best alone."""
+"""If more plans than this may be simulated, several starts are changed, not only the best."""
 _STARTS = 3
 _FEW_UNITS = 3
-"""Beside the root: changes of one and two of them reach whatever there is."""
+"""Units beside the root up to which changes of one or two of them reach every plan; no random changes are made."""
 _KICKS, _AFTER_A_KICK = 24, 60
-"""Random changes of a small model's plan, and plans that are simulated behind each."""
+"""Random changes of a small model's plan, and the most plans that are simulated after each."""
 _MOST_WAYS = 2
-"""Of a large model's with activations: the best are looked at closely."""
+"""Ways with activations that are looked at closely for a large model: the best ones."""
 _BOUNDS = 4
-"""For every plan that is simulated, so many bounds are worked out."""
+"""Bounds that may be worked out for every plan that may be simulated."""
 _FILLINGS, _FILLINGS_OF_SMALL = 30, 160
-"""That are told apart by their bounds."""
+"""Fillings of each way that are compared by their bounds."""
 _ESTIMATED = 3
-"""Fillings whose bounds are worked out for an estimate. One is simulated, beside those that are known."""
+"""Fillings whose bounds are worked out for an estimate. One is simulated, beside the known candidates."""
 _ROUNDING = 1e-9
 _BINDS = 0.03
-"""Other orders of updates are tried where gradients and updates each bind a larger part of a step."""
+"""Other orders of updates are tried where gradients and updates each bind a larger part of a step than this."""
 _BALANCED_BYTES = (16.0, 14.0)  # fp32 master, moments and gradient there; master, moments and a bf16 weight back
 
 
@@ -69,22 +69,22 @@ class Found:
 
     plan: Plan
     candidate: Candidate
-    """The plan in few words; where the rule's plan won, what is most like it."""
+    """The plan in few words; if the rule's plan won, the candidate most like it."""
     simulation: Simulation
     num_simulated: int
     bare: Plan
     """The plan without activations that leave."""
     looks: Looks = field(repr=False, compare=False)
-    """With which the rest is worked out when somebody asks."""
+    """For ``bound`` and ``runners_up``, which are worked out when a caller asks."""
 
     @functools.cached_property
     def bound(self) -> Bound:
-        """Of a step of the plan."""
+        """The bound of a step of the plan."""
         return self.looks.bound(self.bare, self.candidate.saves)
 
     @functools.cached_property
     def runners_up(self) -> tuple[RunnerUp, ...]:
-        """Simple plans."""
+        """Simple plans, and why they were not chosen."""
         return tuple(runners_up(self.looks, self.bare, self.candidate.saves, self.simulation.step_s))
 
 
@@ -93,8 +93,8 @@ def search(job: Job, simulated: Simulated | None = None) -> Found:
     """Find a plan.
 
     Args:
-        job: What it is for.
-        simulated: What was simulated before for jobs that differ in limits alone; grows.
+        job: What to plan for.
+        simulated: Simulations made before for jobs that differ in limits alone; new ones are added.
 
     Raises:
         PlanInfeasibleError: Nothing fits.
@@ -106,20 +106,20 @@ def search(job: Job, simulated: Simulated | None = None) -> Found:
 
 @rarely_collecting()
 def explain(job: Job, plan: Plan, candidate: Candidate | None = None, simulated: Simulated | None = None) -> Found:
-    """What is predicted of a plan that was chosen, beside the simple ones.
+    """Predict the step of a plan that was chosen, beside the simple ones.
 
     Args:
         job: What it was made for.
-        plan: Without the activations that leave.
-        candidate: The same in few words, if that is known.
-        simulated: As of ``search``.
+        plan: The plan without activations that leave.
+        candidate: The same plan as a candidate, if known.
+        simulated: As in ``search``.
     """
     search = _Search(job, simulated)
     return search.explain(plan, candidate or search.like(plan, job.ways[0]))
 
 
 class Estimate(NamedTuple):
-    """About the fastest step."""
+    """An estimate of the fastest step, and the candidate that takes it."""
 
     step_s: float
     candidate: Candidate
@@ -129,17 +129,17 @@ class Estimate(NamedTuple):
 def estimate(
     job: Job, known: Iterable[Candidate], simulated: Simulated | None = None, enough_s: float = math.inf
 ) -> Estimate | None:
-    """About what ``search`` would find, sooner.
+    """Estimate what ``search`` would find, in less time.
 
     Args:
         job: Much like one that was searched.
-        known: What is good for jobs like it. The estimate is no slower than any of these that fits, or, where none
-            fits, than the rule's plan.
-        simulated: As of ``search``.
-        enough_s: Of a step. What cannot take less is of no use.
+        known: Candidates that are good for jobs like it. The estimate is no slower than any of these that fits, or, if
+            none fits, than the rule's plan.
+        simulated: As in ``search``.
+        enough_s: Seconds of a step. Plans that cannot take less are of no use.
 
     Returns:
-        None: Nothing fits, or is of use.
+        The estimate; None if nothing fits or is of use.
 
     Cost: 100 units some 0.5 s.
     """
@@ -150,7 +150,7 @@ def estimate(
 
 
 class _Tried(NamedTuple):
-    """How many changes were looked at when one was simulated."""
+    """How many changes were simulated, bounded and seen up to and including one."""
 
     simulated: int
     bounded: int
@@ -158,7 +158,7 @@ class _Tried(NamedTuple):
 
 
 class _Search:
-    """Finds candidates of one job."""
+    """Finds good candidates for one job."""
 
     def __init__(self, job: Job, simulated: Simulated | None = None) -> None:
         self._job = job
@@ -174,7 +174,7 @@ class _Search:
         return _Search, (self._job,)
 
     def found(self) -> Found:
-        """The best of all."""
+        """Return the best plan, as the module says."""
         looks, today = self._looks, (self._looks.today, self.like(self._looks.today, self._job.ways[0]))
         everything = self._choice.uniform(ALL_DEVICE, saves=self._job.ways[0])
         if self._fits(everything) and self._keeps_all(everything):  # nothing is moved where nothing must be
@@ -195,7 +195,7 @@ class _Search:
         return self.explain(*min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves)))
 
     def _lowest(self, candidates: Iterable[Candidate], most: int) -> list[Candidate]:
-        """Those with the lowest bounds. The bound is worked out where the sooner one, which is no higher, may do."""
+        """Return those with the lowest bounds. The quick bound, which is no higher, tells where to stop."""
         looks, found = self._looks, list[Candidate]()
 
         def rank(candidate: Candidate) -> tuple[float, tuple[float, float], tuple[object, ...]]:
@@ -208,7 +208,7 @@ class _Search:
         return found
 
     def _fastest(self, ordered: Iterable[Candidate], most: int) -> list[Candidate]:
-        """Some of the fastest. Args: ordered: By their bounds, so that most need not be simulated."""
+        """Return the fastest. Args: ordered: Ordered by their bounds, so that most need not be simulated."""
         ordered, looks, found = list(ordered), self._looks, list[Candidate]()
         looks.simulate((looks.plan(candidate), candidate.saves) for candidate in ordered[:most])
         for candidate in ordered:
@@ -217,21 +217,21 @@ class _Search:
         return found
 
     def _keeps_all(self, candidate: Candidate) -> bool:
-        """Or nobody knows what there is to keep."""
+        """Return whether all units keep their activations, or there is only one way with them."""
         units = self._looks.run(self._looks.plan(candidate), candidate.saves).units
         return len(self._job.ways) == 1 or all(unit.policy == "keep" for unit in units)
 
     def like(self, plan: Plan, away: Away | None) -> Candidate:
-        """See ``Choice.of``."""
+        """Return the candidate most like a plan: see ``Choice.of``."""
         return replace(self._choice.of(plan), saves=away)
 
     def explain(self, plan: Plan, candidate: Candidate) -> Found:
-        """Args: candidate: The plan in few words."""
+        """Return what is predicted of a plan. Args: candidate: The plan in few words."""
         looks = self._looks
         return Found(plan, candidate, looks.simulation(plan, candidate.saves), looks.num_simulated, plan, looks)
 
     def estimate(self, known: Iterable[Candidate], enough_s: float) -> Estimate | None:
-        """Of what is known, what is like it, and fillings: the best of a few."""
+        """Return the best of a few: known candidates, candidates like them, and fillings."""
         looks, known = self._looks, list(known)
         everything = self._choice.uniform(ALL_DEVICE, saves=self._job.ways[0])
         if self._fits(everything) and self._keeps_all(everything):
@@ -248,19 +248,19 @@ class _Search:
         return Estimate(looks.simulation(plan, candidate.saves).step_s, candidate)
 
     def _open(self, candidates: Iterable[Candidate], enough_s: float) -> list[Candidate]:
-        """Those that may take less."""
+        """Return those whose bounds are below so many seconds."""
         looks = self._looks
         return [c for c in candidates if looks.busiest(c)[0] < enough_s and looks.coarse_s(c) < enough_s]
 
     def _soonest(
         self, away: Away | None, known: Iterable[Candidate] = (), enough_s: float = math.inf
     ) -> list[Candidate]:
-        """A filling with activations that leave in one way: of a few, the one with the lowest bound.
+        """Return the filling with the lowest bound of a few, for one way with activations.
 
         Args:
             away: The way.
-            known: What is good for jobs like it.
-            enough_s: What cannot take less is of no use; then none may be left.
+            known: Candidates that are good for jobs like it.
+            enough_s: Seconds of a step. Fillings that cannot take less are left out, so there may be none.
         """
         looks, starts = self._looks, [replace(candidate, saves=away) for candidate in known]
         starts = [*starts, *(replace(start, share=self._share) for start in starts or self._far(away))]
@@ -272,13 +272,13 @@ class _Search:
     # Finding some.
 
     def _firsts(self) -> list[Candidate]:
-        """One filling with each of the ways of activations that are fastest."""
+        """Return one filling for each of the ways with activations that are fastest."""
         ways = list(dict.fromkeys(self._job.ways))
         first = [best for several in self._looks.simulated.over(self._soonest, ways) for best in several]
         return self._fastest(sorted(first, key=self._looks.coarse_s), _MOST_WAYS)
 
     def _fillings(self, ways: Iterable[Away | None]) -> Iterator[Candidate]:
-        """See [Note: how it is found]."""
+        """Yield the starts of the search that fit: see [Note: how it is found]."""
         today = self.like(self._looks.today, self._job.ways[0])
         yield from filter(self._fits, [today])
         for several in self._looks.simulated.over(self._best_filled, list(dict.fromkeys(ways))):
@@ -286,13 +286,13 @@ class _Search:
                 yield from self._eager(filled)
 
     def _best_filled(self, away: Away | None) -> list[Candidate]:
-        """Those of one way with activations that are told apart by their bounds."""
+        """Return the fillings of one way with activations that are to be compared by their bounds."""
         fitting = filter(self._fits, dict.fromkeys(self._filled(away)))
         ordered = sorted(fitting, key=lambda c: (self._looks.busiest(c), c.order))
         return ordered[: _FILLINGS_OF_SMALL if self._is_small else _FILLINGS]
 
     def _filled(self, away: Away | None) -> Iterator[Candidate]:
-        """One or two kinds of near homes for as many units as fit, far ones for the rest."""
+        """Yield candidates with one or two near kinds for as many units as fit, and a far kind for the rest."""
         is_small = self._is_small
         for far in self._far(away):
             starts = [far, replace(far, share=self._share), replace(far, share=self._share, comfort=TIGHT)]
@@ -315,22 +315,22 @@ class _Search:
             yield from filter(self._fits, (replace(candidate, early=early) for early in (0.5, 1.0)))
 
     def _far(self, away: Away | None) -> Iterator[Candidate]:
-        """Nothing but the root on the device; as much as fits in host memory, the rest on disk.
+        """Yield candidates with only the root on the device, as much as fits in host memory, and the rest on disk.
 
-        Some fit only when other units live nearer.
+        Some fit only once units have moved nearer.
         """
         for kind in KINDS[3:] if self._looks.room(away)["disk"] else (ALL_HOST,):
             for comfort in (ROOMY, TIGHT):
                 uniform = self._choice.uniform(kind, comfort, saves=away)
                 if self._fits(uniform):
                     yield uniform
-                    if kind == ALL_HOST:  # then nothing gains from the disk
+                    if kind == ALL_HOST:  # then the disk gains nothing
                         return
                     break
                 yield uniform if kind == ALL_HOST else self._fill(uniform, ALL_HOST)
 
     def _filling(self, candidate: Candidate, kind: Kind, *, first: int = 0) -> Candidate:
-        """Give a kind to as many units, from the first one on, as there is room for on the tiers that this fills."""
+        """Give a kind to as many units, from ``first`` on, as there is room for on the tiers that this fills."""
         count, kinds, looks = len(candidate.kinds) - first, candidate.kinds, self._looks
 
         def filled(number: int) -> Candidate:
@@ -347,7 +347,7 @@ class _Search:
         return filled(max(_first_true(lacks, count + 1, near) - 1, 0))
 
     def _shedding(self, candidate: Candidate, kind: Kind) -> Candidate:
-        """Give a kind to as few units as must live farther, the last first."""
+        """Move as few nearer units as must be to a kind that is farther, the last units first."""
         kinds, rank = candidate.kinds, self._choice.rank
         nearer = [i for i, now in enumerate(kinds) if rank(now) < rank(kind)][::-1]
 
@@ -358,7 +358,7 @@ class _Search:
         return shed(bisect.bisect_left(range(len(nearer)), 1, key=lambda n: self._fits(shed(n))))
 
     def _descend(self, best: Candidate, most: int, *, alone: bool = False) -> Candidate:
-        """Take every change that makes it faster, until none does or enough were tried. Args: alone: No pairs."""
+        """Take changes that make it faster, until none does or enough were tried. Args: alone: No pairs."""
         seen, tried = {self._looks.same(best): None}, _Tried(0, 0, 1)
         while True:
             enough_s = self._looks.seconds(best) * (1 - SMALLEST_GAIN)
@@ -366,13 +366,13 @@ class _Search:
             if faster is None:
                 return best
             best, tried = faster
-            for ahead in list(seen)[tried.seen :]:  # they were looked at for nothing
+            for ahead in list(seen)[tried.seen :]:  # simulated at once with the one taken, and not compared
                 del seen[ahead]
 
     def _first_faster(
         self, open_ones: Iterator[tuple[Candidate, _Tried]], enough_s: float
     ) -> tuple[Candidate, _Tried] | None:
-        """Of several that are simulated at once the first counts, so that it does not matter how many that are."""
+        """Return the first that is faster. Several are simulated at once; how many makes no difference."""
         looks, at_once = self._looks, 1 if self._is_small else self._looks.simulated.at_once
         while several := list(itertools.islice(open_ones, at_once)):
             looks.simulate((looks.plan(other), other.saves) for other, _ in several)
@@ -384,7 +384,7 @@ class _Search:
     def _open_around(
         self, best: Candidate, enough_s: float, most: int, seen: dict[Candidate, None], tried: _Tried, *, alone: bool
     ) -> Iterator[tuple[Candidate, _Tried]]:
-        """Changes that may take less. Args: tried: Before."""
+        """Yield changes that may take less than ``enough_s``. Args: tried: The counts so far."""
         looks, (simulated, bounded, _) = self._looks, tried
         for other in self._around(best, alone=alone):
             if simulated >= most or bounded >= _BOUNDS * most:
@@ -401,11 +401,11 @@ class _Search:
             yield other, _Tried(simulated, bounded, len(seen))
 
     def _kick(self, best: Candidate) -> Candidate:
-        """Change several things at once, by chance that is always the same, and go on from there."""
+        """Change several things at once at random, always in the same way, and descend from there."""
         chance, count = random.Random(len(best.kinds)), len(best.kinds)
         for i in range(_KICKS):
             kinds = list(best.kinds)
-            if i % 2:  # quite another plan
+            if i % 2:  # an entirely different plan
                 first, last, border = chance.choice(KINDS), chance.choice(KINDS), chance.randrange(count)
                 kinds = [first] * border + [last] * (count - border)
             for j in chance.sample(range(count), min(count, chance.randint(1, 3))):
@@ -421,7 +421,7 @@ class _Search:
         return self._descend(best, _AFTER_A_KICK)
 
     def _around(self, best: Candidate, *, alone: bool) -> Iterator[Candidate]:
-        """Changes, and what they make room for or need room from."""
+        """Yield changes, also with the room filled that one leaves, or with units moved farther if it does not fit."""
         binding = self._looks.simulation(self._looks.plan(best), best.saves).binding
         if min(binding.get("d2h", 0.0), binding.get("update", 0.0)) > _BINDS:  # updates may wait for gradients
             yield from self._choice.other_orders(best)
@@ -439,7 +439,7 @@ class _Search:
 
 
 def _first_true(test: Callable[[int], bool], count: int, near: int) -> int:
-    """The first of so many numbers that passes a test which all behind it pass, too. Args: near: A guess."""
+    """Return the first number below ``count`` from which on all pass a test, else ``count``. Args: near: A guess."""
     low, high, number, step = 0, count, min(near, count - 1), 1
     while low < high and not (low and high < count):
         if test(number):

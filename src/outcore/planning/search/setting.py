@@ -1,4 +1,4 @@
-"""What a plan is asked for: a model, a machine, budgets and a batch. Each can be changed, and asked again."""
+"""All that a plan depends on: a model, a machine, budgets and a batch. Any of them can be changed to ask again."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from outcore.spec.model import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """All that a plan depends on."""
+    """The inputs of a plan."""
 
     model: ModelSpec
     hardware: Hardware
-    """Of a node."""
+    """The hardware of a node."""
     limits: Limits
-    """Of a rank."""
+    """The limits of a rank."""
     profile_of: Callable[[int], Profile]
-    """What a micro-batch of so many sequences computes and saves."""
+    """Sequences of a micro-batch -> what it computes and saves."""
     batch_size: int
     """Sequences of a micro-batch."""
     seq_len: int
     activation_share: float
-    """Of the device, to leave to activations where nobody knows what they take; 0: they are not in its budget."""
+    """The fraction of the device to leave to activations of unknown size; 0 if its budget does not include them."""
     micro_batches: int = 1
     clipping: bool = True
     ways: tuple[Away | None, ...] = (None,)
     """What may become of activations: see ``Job``."""
     ranks: Ranks = ALONE
-    """That train together. Batches are those of each."""
+    """The ranks that train together. Batch size and micro-batches are per rank."""
 
     @property
     def tokens(self) -> int:
-        """Of a step of all ranks."""
+        """Tokens of a step of all ranks."""
         return self.batch_size * self.seq_len * self.micro_batches * self.ranks.size
 
     @property
     def profile(self) -> Profile:
-        """Of a micro-batch."""
+        """The profile of a micro-batch."""
         return self.profile_of(self.batch_size)
 
     def job(self) -> Job:
-        """What a search takes."""
+        """Return the job for a search."""
         profile = self.profile
         return Job(
             model=self.model,
@@ -63,5 +63,5 @@ class Setting:
         )
 
     def with_limits(self, **limits: int) -> Setting:
-        """Other budgets."""
+        """Return the setting with other limits."""
         return replace(self, limits=replace(self.limits, **limits))

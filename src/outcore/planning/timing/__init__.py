@@ -1,1 +1,1 @@
-"""Steps in time: rates of a machine, work of a model, and its schedule played at these rates."""
+"""Steps in time: the rates of a machine, the work of a model, and its schedule played at these rates."""

@@ -1,8 +1,8 @@
-"""How much a model computes, counted: its forward on shapes alone, kernel by kernel, for any model and any sample.
+"""Counts how much a model computes, kernel by kernel, in a forward on shapes alone, for any model and any sample.
 
-A matrix product takes what torch's own table says; of causal attention half counts, as a measured machine counts it.
-Everything else is taken to be bound by the bytes that it reads and writes. What is looked up in a table reads no more
-of it than it gives.
+Matrix products take the FLOP of torch's own table. Causal attention counts half, as in the probe's measurement.
+Everything else is taken to be bound by the bytes that it reads and writes. A lookup in a table reads no more of the
+table than it returns.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from outcore.planning.units.partition import Partition
 from outcore.torch_private import TorchDispatchMode, pytree
 
 _Sums = defaultdict[str, float]
-_VIEWS = {"_unsafe_view"}  # that torch does not call so
+_VIEWS = {"_unsafe_view"}  # views that torch does not mark as such
 _LOOKED_UP = {"embedding", "index", "index_select", "gather"}
 _ATTENTION, _OPERANDS = "scaled_dot_product", 3
 
 
 def counted_work(cut: Partition, sample: Mapping[str, Any], device: torch.device) -> dict[str, UnitWork]:
-    """Work of every unit, by name; what is outside of all of them is the root's.
+    """Count the work of every unit, by name. What is outside of all units belongs to the root.
 
     Args:
         cut: The model; parts of it may be on the meta device.
         sample: Keyword arguments of its forward: a micro-batch. Only shapes and dtypes count,
             and whether a mask hides anything.
-        device: That will compute.
+        device: The device that will compute.
 
     Raises:
         ConfigError: The model cannot be run with these arguments, or not without values.
@@ -67,14 +67,14 @@ def _hides_nothing(sample: Mapping[str, Any]) -> bool:
 
 
 class _Unit:
-    """A unit whose calls are counted: of those that do the same, one."""
+    """Counts the calls of a unit. Of calls that do the same, only one is followed."""
 
     def __init__(self, name: str, module: nn.Module, counter: _Counter) -> None:
         self._name, self._module, self._counter, self._forward = name, module, counter, module.forward
         self._is_causal = _has_causal(module)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the module's forward."""
+        """Take the place of the module's forward."""
         known, (leaves, form) = self._counter.known, arguments_of(args, kwargs)
         kind = self._is_causal, kind_of(self._module, leaves, form)
         if kind in known:
@@ -98,18 +98,18 @@ class _Counter(TorchDispatchMode):
     """Adds up kernels by the unit that runs."""
 
     def __init__(self, model: nn.Module, *, may_be_causal: bool) -> None:
-        """Args: may_be_causal: Masks are the model's own, which a run leaves to the kernel. Shapes do not tell."""
+        """Args: may_be_causal: Masks come from the model, and a run lets the kernel apply them. Shapes do not tell."""
         super().__init__()
         self._may_be_causal, self._is_causal = may_be_causal, _has_causal(model)
         self.work: defaultdict[str, _Sums] = defaultdict(lambda: defaultdict(float))
-        """By unit."""
+        """Work by unit name."""
         self.known: dict[Hashable, tuple[_Sums, Any]] = {}
-        """What calls of a kind do, and the shapes that they give."""
+        """Kind of call -> its work and the shapes of its result."""
         self._running = [self.work[""]]
 
     @contextmanager
     def inside(self, *, is_causal: bool) -> Iterator[_Sums]:
-        """Count what runs inside of one call. Args: is_causal: What attends in it is."""
+        """Count what runs inside one call. Args: is_causal: Attention in it is causal."""
         self._running.append(defaultdict(float))
         outside, self._is_causal = self._is_causal, is_causal
         try:
@@ -119,7 +119,7 @@ class _Counter(TorchDispatchMode):
             self._is_causal = outside
 
     def add(self, name: str, work: _Sums) -> None:
-        """A call of a unit. Args: work: What it did."""
+        """Add the work of one call to that of its unit."""
         for what, number in work.items():
             self.work[name][what] += number
 
@@ -149,7 +149,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _has_causal(module: nn.Module) -> bool:
-    """Whether something in it attends to what came before alone: Transformers' attention says so."""
+    """Whether some attention in the module is causal, as attention modules of Transformers say."""
     return any(getattr(part, "is_causal", False) is True for part in module.modules())
 
 
@@ -158,5 +158,5 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _is_causal(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """The only switches of attention are whether it is causal, and what a backward or a test wants besides."""
+    """Whether attention is causal. By position, its only other switches are for backward or for tests."""
     return kwargs.get("is_causal", any(arg is True for arg in args))

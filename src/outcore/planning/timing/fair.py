@@ -1,7 +1,8 @@
-"""How fast operations run that run side by side: as much for each as a fair share of links and of what they share.
+"""How fast operations run side by side: each gets a fair share of its link and of what links share.
 
-Speeds are max-min fair. Those of all rise together, by equal bytes, until something is used up; who uses that keeps the
-speed that it has, and the others go on rising (D. Bertsekas, R. Gallager, "Data Networks", 2nd edition, 6.5.2).
+Speeds are max-min fair. All speeds rise together, by equal bytes, until something is used up. The operations that use
+it keep the speed they have, and the others go on rising (D. Bertsekas, R. Gallager, "Data Networks", 2nd edition,
+6.5.2).
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from outcore.spec.timeline import LANES
 _NONE, _MOST = len(LINKS), len(LANES) + 1
 _NUMBERS = {lane: LINKS.index(link) for lane, link in LINK_OF.items()}
 ONE = (*(_MOST**i for i in range(_NONE)), 0)
-"""By the number of a link: one operation on it, in a number whose digits count operations."""
+"""Link number -> one operation on that link, as a number whose digits count operations by link; 0 without a link."""
 
 
 def link_number(lane: str) -> int:
-    """The place of a lane's link in ``LINKS``, or behind the last where it has none."""
+    """Return the index of a lane's link in ``LINKS``; for a lane without a link, the number behind the last."""
     return _NUMBERS.get(lane, _NONE)
 
 
 class _Room(NamedTuple):
-    """Something that is used up when what links take of it adds up to 1."""
+    """A resource: it is used up when the parts that links take of it add up to 1."""
 
     parts: tuple[float, ...]
-    """By link: what an operation at full speed takes."""
+    """Part that an operation at full speed takes, by link number."""
 
 
 class Fair(dict[int, Sequence[float]]):
-    """Speeds of operations by the number of their link; 1: as if alone. By sums of ``ONE``, each worked out once."""
+    """Speeds by link number; 1 is the speed of an operation alone. Keys are sums of ``ONE``, and values are cached."""
 
     def __init__(self, rates: Rates) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Fair(dict[int, Sequence[float]]):
         self._rooms = [_Room(tuple(float(i == j) for j in numbers)) for i in numbers]
         self._rooms += [_Room(tuple(shared.parts.get(link, 0.0) for link in LINKS)) for shared in rates.shared]
         firsts = [next((s.parts[link] for s in rates.shared if s.parts.get(link)), 1.0) for link in LINKS]
-        self._steps = [1.0 / first for first in firsts]  # rise so, and all take equally much of what they share first
+        self._steps = [1.0 / first for first in firsts]  # so all take equal amounts of the first thing they share
 
     def __missing__(self, counts: int) -> Sequence[float]:
         self[counts] = (*self._fill(tuple(counts // one % _MOST for one in ONE[:_NONE])), 1.0)
@@ -56,7 +57,7 @@ class Fair(dict[int, Sequence[float]]):
         return [min(speed, 1.0) if count else 1.0 for speed, count in zip(speeds, counts, strict=True)]
 
     def _left(self, room: _Room, counts: tuple[int, ...], speeds: Sequence[float], rising: set[int]) -> float:
-        """How far those that rise can rise until it is used up."""
+        """Return how far the rising speeds can rise until a room is used up."""
         used = sum(count * part * speed for count, part, speed in zip(counts, room.parts, speeds, strict=True))
         taken = sum(counts[i] * room.parts[i] * self._steps[i] for i in rising)
         return max(1.0 - used, 0.0) / taken if taken else float("inf")

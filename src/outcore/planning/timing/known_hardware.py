@@ -1,7 +1,8 @@
-"""Parts of machines that many people have, to plan for one that is not at hand. Every figure has its source.
+"""Parts of common machines, to plan for a machine that is not at hand. Every figure has its source.
 
-Figures are what vendors publish, times a factor where a measurement says what remains of such a figure in practice.
-What the engine takes for its visits is left out. A measured machine (``outcore probe``) is better than any of them.
+Figures are published by vendors. Where a measurement tells how much of such a figure is reached in practice, it is
+multiplied by that factor. The engine's time per visit is left out. A measured machine (``outcore probe``) is better
+than any of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ GB, GIB, TB = 1e9, 2.0**30, 1e12
 TERA = 1e12
 
 UPDATE_BYTES = 28
-"""What AdamW moves per parameter: master, two moments and a bf16 weight written, these and a gradient read."""
+"""Bytes that AdamW moves per parameter. Master weight and two moments are read and written, a bf16 weight is written,
+and a bf16 gradient is read."""
 _MFU = 0.72
 _MFU_SOURCE = (
     "0.72 of the peak, what FlashAttention-2 reports for whole training steps on an A100 (arXiv 2307.08691, abstract: "
@@ -72,7 +74,7 @@ def _device(memory_bytes: float, bf16: float, fp32: float, bytes_per_s: float, s
 
 
 def _hopper(memory_bytes: float, bytes_per_s: float, source: str) -> DevicePart:
-    """By factors of attention, memory and updates that were measured on one H100."""
+    """Make a device with the factors of attention, memory and updates that were measured on one H100."""
     found = _device(memory_bytes, 989.4, 66.9, bytes_per_s, source)
     return dataclasses.replace(
         found,
@@ -279,13 +281,13 @@ _USUAL = {
 
 
 def known_hardware(name: str) -> Hardware:
-    """A machine by the names of its parts: ``rtx-4090``, ``rtx-4090+pcie3+desktop-ddr4+laptop-nvme``.
+    """Return a machine by the names of its parts: ``rtx-4090``, ``rtx-4090+pcie3+desktop-ddr4+laptop-nvme``.
 
     Args:
-        name: A device, and what is not usual beside it, joined by ``+``. ``no-disk`` leaves the disk out.
+        name: A device, and parts that are not usual beside it, joined by ``+``. ``no-disk`` leaves the disk out.
 
     Raises:
-        ConfigError: An unknown part, two of a kind, or no device.
+        ConfigError: A part is unknown, two are of one kind, or there is no device.
     """
     kinds: Mapping[str, Mapping[str, Any]] = {
         "device": DEVICES,

@@ -1,4 +1,4 @@
-"""Tasks in time: each runs as soon as it may, as fast as it may. See [Note: time] in ``timing.simulate``."""
+"""Plays tasks in time: each runs as early and as fast as it can. See [Note: time] in ``timing.simulate``."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _ROUNDING = 1e-15
 
 
 class Task(NamedTuple):
-    """An operation with its length."""
+    """An operation with its duration."""
 
     lane: str
     name: str
     seconds: float
-    """How long it takes alone."""
+    """Time that it takes alone."""
     nbytes: int
     after: tuple[int, ...]
-    """Indices of tasks that come first."""
+    """Indices of tasks that must be over before it begins."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """When each task began and ended, and which one it waited for last (-1: none)."""
+    """Start and end of each task, and the task that it waited for last (-1: none)."""
 
     tasks: list[Task]
     start: list[float]
@@ -37,7 +37,7 @@ class Played:
     cause: list[int]
 
     def timeline(self) -> Timeline:
-        """Spans of lanes and compute, and what compute waited for."""
+        """Return the spans of lanes and compute, and the waits of compute."""
         spans, waits, idle_from = [], [], 0.0
         for i, task in enumerate(self.tasks):
             if task.lane == HOST:
@@ -55,12 +55,12 @@ class Played:
         return Span(cause.lane, cause.name, since_s, self.start[index])
 
     def busy_s(self, lanes: Collection[str], start_s: float, end_s: float) -> float:
-        """Of all operations of some lanes, in a window. Args: lanes: Which."""
+        """Add up the seconds of all operations of some lanes in a window."""
         spans = ((self.start[i], self.end[i]) for i, task in enumerate(self.tasks) if task.lane in lanes)
         return sum(max(min(end, end_s) - max(start, start_s), 0.0) for start, end in spans)
 
     def binding(self, last: int, start_s: float) -> dict[str, float]:
-        """Walk back from the end of a task, from each to the one that it waited for: link -> part of the time."""
+        """Walk back from the end of a task along the tasks waited for. Returns link -> its part of the time."""
         seconds: defaultdict[str, float] = defaultdict(float)
         index, end_s = last, self.end[last]
         while index >= 0 and self.end[index] > start_s:
@@ -72,9 +72,9 @@ class Played:
 
 
 def play(tasks: Sequence[Task], rates: Rates) -> Played:
-    """Let every task run. See [Note: time] in ``timing.simulate``.
+    """Play all tasks. See [Note: time] in ``timing.simulate``.
 
-    Cost: O(tasks); a lane runs one at a time, so few run at once.
+    Cost: O(tasks), since each lane runs one task at a time, so few run at once.
     """
     player = Player(list(tasks), rates)
     player.add()
@@ -83,35 +83,35 @@ def play(tasks: Sequence[Task], rates: Rates) -> Played:
 
 
 class _Turns:
-    """When it is decided whether an attempt is made: when its first task is next in its lane, and submitted."""
+    """Decides whether an attempt is made, at the moment when its first task is submitted and next in its lane."""
 
     def __init__(self) -> None:
         self.skipped: set[int] = set()
         """Tasks of attempts that were not made."""
         self._attempts: dict[int, Attempt] = {}
-        """By task."""
+        """Task -> the attempt that it belongs to."""
         self.behind: dict[int, list[int]] = {}
-        """Task -> those whose turn may come when it is over."""
+        """Task -> tasks of attempts that it is before: their turn may come when it is over."""
         self._num_before: dict[int, int] = {}
-        """Task of an attempt -> how many of these are left."""
+        """Task of an attempt -> how many tasks are still to end before its turn comes."""
         self.come: list[int] = []
         """Tasks whose turn has come."""
 
     def add(self, index: int, attempt: Attempt, before: set[int]) -> None:
-        """A task of an attempt. Args: before: Tasks that are to be over before its turn comes."""
+        """Add a task of an attempt. Args: before: Tasks that must be over before its turn comes."""
         self._attempts[index], self._num_before[index] = attempt, len(before)
         for other in before:
             self.behind.setdefault(other, []).append(index)
         self.come += [] if before else [index]
 
     def over(self, index: int) -> None:
-        """A task is over."""
+        """Note that a task is over."""
         for other in self.behind.pop(index, ()):
             self._num_before[other] -= 1
             self.come += [] if self._num_before[other] else [other]
 
     def take(self) -> Iterable[int]:
-        """Those of which it is found out now that they are not made."""
+        """Decide the tasks whose turn has come. Returns those that are skipped."""
         found = [index for index in self.come if not self._attempts[index].is_due()]
         self.skipped.update(found)
         self.come.clear()
@@ -119,36 +119,36 @@ class _Turns:
 
 
 class Player:
-    """Plays tasks. Their list may grow when some have run."""
+    """Plays tasks. The list may grow after some have run."""
 
     def __init__(self, tasks: list[Task], rates: Rates) -> None:
         self.played = Played(tasks, [], [], [])
         self.turns = _Turns()
         self._waiting: list[int] = []
-        """By task: how many it waits for."""
+        """Number of unfinished tasks that each task waits for."""
         self._successors: list[list[int]] = []
-        """By task: who waits for it."""
+        """Tasks that wait for each task."""
         self._last_of: dict[str, int] = {}
         """Lane -> its last task."""
         self._ready: list[int] = []
         self._left: list[float] = []
-        """By task: seconds, at full speed."""
+        """Seconds of each task at full speed."""
         self._links: list[int] = []
-        """By task: the number of its link."""
+        """Link number of each task."""
         self._running: dict[int, float] = {}
-        """Task -> when it is over at the speeds that there are."""
+        """Task -> when it will be over at the current speeds."""
         self._begun: list[int] = []
-        """Tasks that begin now."""
+        """Tasks that begin now and take time."""
         self._fair, self._counts = Fair(rates), 0
         self._speeds = self._fair[0]
         self._now, self._latest = 0.0, -1
 
     def is_over(self, index: int) -> bool:
-        """Whether a task is."""
+        """Whether a task is over."""
         return self.played.end[index] >= 0
 
     def add(self) -> None:
-        """The list has grown."""
+        """Take in the tasks by which the list has grown."""
         played, last_of, successors, begin = self.played, self._last_of, self._successors, len(self._waiting)
         new, end = played.tasks[begin:], played.end
         played.start.extend([0.0] * len(new))
@@ -169,14 +169,14 @@ class Player:
                 self._ready.append(i)
 
     def decide(self, index: int, attempt: Attempt, submitted: Iterable[int]) -> None:
-        """A task was added that is one of an attempt. Args: submitted: What the host did before."""
+        """Let an attempt decide about a new task. Args: submitted: Tasks of the host that precede its submission."""
         tasks, end = self.played.tasks, self.played.end
         before = next((i for i in range(index - 1, -1, -1) if tasks[i].lane == tasks[index].lane), None)
         first = (*submitted, *([] if before is None else [before]))
         self.turns.add(index, attempt, {i for i in first if end[i] < 0})
 
     def run(self, until: int | None = None) -> None:
-        """Until a task is over; None: until all are."""
+        """Play until a task is over; None: until all are."""
         end, cause, waiting, successors = self.played.end, self.played.cause, self._waiting, self._successors
         ready, turns = self._ready, self.turns
         while (ready or self._begun or self._running) and (until is None or end[until] < 0):
@@ -195,7 +195,7 @@ class Player:
             self._latest = over[-1]
 
     def _begin(self) -> list[int]:
-        """What is ready begins. Returns: what is over at once."""
+        """Begin the tasks that are ready. Returns those that are over at once, since they take no time."""
         ready, start, left, over = self._ready, self.played.start, self._left, []
         while ready:
             index = ready.pop()
@@ -208,7 +208,7 @@ class Player:
         return over
 
     def _go_on(self) -> list[int]:
-        """Until the next are over. Returns: which."""
+        """Go on until the next tasks are over. Returns them."""
         running, links, now = self._running, self._links, self._now
         before, speeds = self._speeds, self._fair[self._counts]
         if speeds is not before:
@@ -227,7 +227,7 @@ class Player:
         return over
 
     def _skip(self) -> None:
-        """What is not made is over at once, and waits for nothing more."""
+        """Skip tasks that are not made: they take no time and wait for nothing more."""
         tasks = self.played.tasks
         for index in self.turns.take():
             tasks[index], self._left[index] = tasks[index]._replace(seconds=0.0, nbytes=0), 0.0

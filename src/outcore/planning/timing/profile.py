@@ -1,9 +1,10 @@
 """How much a model computes, from shapes alone: no weights, no forward.
 
-A unit's matrix products take two operations per parameter and token; of experts, only those that a token is sent to
-count. Attention takes four per pair of tokens and channel, half of them where a token sees only earlier ones. Its
-backward makes the scores again (T. Dao, arXiv 2307.08691, section 3.1: 2.5 times its forward); that of a product takes
-two products. This is for models that cannot be followed; others are counted kernel by kernel (``timing.counted``).
+A unit's matrix products take two operations per parameter and token. Of the experts, only those count that a token is
+sent to. Attention takes four operations per pair of tokens and channel, and half as many if tokens see only earlier
+ones. Backward of attention computes the scores again (T. Dao, arXiv 2307.08691, section 3.1: 2.5 times its forward).
+Backward of a product takes two products. This is for models that cannot be followed; others are counted kernel by
+kernel (``timing.counted``).
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ if TYPE_CHECKING:
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _IN_HOST_MEMORY = ("h2d", "d2h", "disk_read", "disk_write")
 _UPDATE_BYTES = 28.0
-"""What an update on the host moves per parameter: fp32 master and moments, bf16 weight and gradient."""
+"""Bytes that an update on the host moves per parameter: fp32 master and moments, bf16 weight and gradient."""
 
 
 class UnitTimes(NamedTuple):
-    """Seconds of a unit over one micro-batch, as a device took them that is here."""
+    """Seconds of a unit over one micro-batch, measured on this machine's device."""
 
     forward_s: float
     backward_s: float
     launch_s: float
-    """Of the thread that gives the device the kernels of forward."""
+    """Seconds that the thread takes to launch the kernels of forward."""
 
     def times(self, factor: float) -> UnitTimes:
-        """Of more or less of the same, in as many kernels."""
+        """Return the times for ``factor`` times as much work in the same number of kernels."""
         return UnitTimes(factor * self.forward_s, factor * self.backward_s, self.launch_s)
 
     @property
     def is_launching(self) -> bool:
-        """Whether an accelerator may have waited for kernels: more of the same takes less than in proportion then."""
+        """Whether an accelerator may have waited for launches. Then time grows less than in proportion to the work."""
         return 2 * self.launch_s > self.forward_s
 
 
@@ -50,37 +51,37 @@ class UnitWork:
     """What the forward of a unit computes over one micro-batch."""
 
     product_flops: float
-    """Of matrix products."""
+    """FLOP of matrix products."""
     attention_flops: float
     frozen_flops: float = 0.0
-    """Of products for whose second operand backward makes none."""
+    """FLOP of products that backward need not do, because an operand requires no gradient."""
     moved_bytes: float = 0.0
-    """That all other kernels read and write."""
+    """Bytes that all other kernels read and write."""
     kernels: float = 0.0
-    """How many there are."""
+    """Number of kernels."""
     measured: UnitTimes | None = None
-    """None: seconds follow from the rest and the machine's rates."""
+    """Measured seconds. None: they follow from the other fields and the machine's rates."""
 
 
 class Profile(NamedTuple):
-    """What one micro-batch computes, and what of it is alive when."""
+    """What one micro-batch computes, and how much memory is in use when."""
 
     work: Mapping[str, UnitWork]
-    """By unit."""
+    """Work by unit name."""
     footprint: Footprint | None
-    """None: the model cannot be followed."""
+    """Memory over time. None if the model cannot be followed."""
 
 
 def unit_work(model: nn.Module, spec: ModelSpec, *, batch_size: int, seq_len: int) -> dict[str, UnitWork]:
-    """Work of every unit, by name.
+    """Estimate the work of every unit, by name.
 
     Args:
-        model: May be on the meta device. Without a Transformers configuration, attention and experts are not known.
-        spec: What it was cut into.
+        model: The model, perhaps on the meta device. Attention and experts are only known from a Transformers config.
+        spec: The units that it was cut into.
         batch_size: Sequences of a micro-batch.
         seq_len: Tokens of each.
     """
-    from torch import nn  # here, since rates and times of units need no torch
+    from torch import nn  # here: rates and unit times need no torch
 
     from outcore.planning.units.blocks import output_embeddings
 
@@ -92,9 +93,9 @@ def unit_work(model: nn.Module, spec: ModelSpec, *, batch_size: int, seq_len: in
     for unit in spec.units:
         numel = 0.0
         for param in unit.params:
-            if not param.parameters:  # it belongs to a quantised weight
+            if not param.parameters:  # part of a quantised weight
                 continue
-            parameter, owner = owners.get(param.name) or owners[param.name.rpartition(".")[0]]  # what is wrapped
+            parameter, owner = owners.get(param.name) or owners[param.name.rpartition(".")[0]]  # a wrapped parameter
             is_table = isinstance(owner, nn.Embedding) and id(parameter) not in heads
             if parameter.ndim > 1 and not is_table:
                 numel += param.parameters * _active(param.name, text)
@@ -110,7 +111,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module
 
 
 def _active(name: str, config: Any) -> float:
-    """The part of a parameter that a token meets."""
+    """Return the part of a parameter that one token uses."""
     if "experts" not in name.split(".") or "shared" in name:
         return 1.0
     experts = next((getattr(config, key) for key in _EXPERTS if getattr(config, key, None)), None)
@@ -136,14 +137,14 @@ def rates_for(
     in_bf16: bool = False,
     ranks: Ranks = ALONE,
 ) -> Rates:
-    """The rates of a machine with a model, or what of them one of several ranks has.
+    """Return the rates of a machine with a model, or one rank's share of them.
 
     Args:
         hardware: The machine.
         spec: The model's units.
-        work: What each of them computes.
-        in_bf16: Whatever the weights are in, as under autocast.
-        ranks: That train together, on this machine and others like it.
+        work: Work of each unit.
+        in_bf16: Compute in bf16 whatever the dtype of the weights, as under autocast.
+        ranks: Ranks that train together, on this machine and others like it.
     """
     others, alone, hardware = between(hardware, ranks), hardware, share_of(hardware, ranks)
     device, bus, host, disk = hardware.device, hardware.bus, hardware.host, hardware.disk
@@ -163,8 +164,8 @@ def rates_for(
         forward_s={n: computing.forward_s(w) for n, w in work.items()},
         backward_s={n: computing.backward_s(w) for n, w in work.items()},
         selected_forward_s={n: computing.selected_s(w) for n, w in work.items()},
-        # A copy on the device reads and writes; where the host computes, it does so in host memory, beyond its caches.
-        # Adding up in host memory moves 10 bytes for 4 that it writes.
+        # A copy on the device reads and writes. Where the host computes, it copies in host memory, beyond its caches.
+        # Accumulating in host memory moves 10 bytes for every 4 that it writes.
         bytes_per_s={
             **bytes_per_s,
             **others.bytes_per_s,
@@ -175,7 +176,7 @@ def rates_for(
             "update": host.update_parameters_per_s,
             "device_update": updates,
             "compute": updates,
-            "plain": min(device.plain_update_parameters_per_s or updates, updates),  # or the bound would not be one
+            "plain": min(device.plain_update_parameters_per_s or updates, updates),  # or the bound would not hold
         },
         product_flops_per_s=device.bf16_flops,
         latency_s=latency,
@@ -187,10 +188,10 @@ def rates_for(
 
 
 class _Computing:
-    """Seconds that a device takes for a unit: those that were measured, else by its rates."""
+    """Seconds that a device takes for a unit: measured ones, else computed from its rates."""
 
     def __init__(self, device: DevicePart, alone: DevicePart, *, in_fp32: bool) -> None:
-        """Args: alone: As it was measured, before ranks shared it."""
+        """Args: alone: The device as measured, before ranks share it."""
         self._device, self._slower = device, alone.fp32_flops / device.fp32_flops
         self._flops = device.fp32_flops if in_fp32 else device.bf16_flops
         self._attention_flops = min(device.attention_flops, self._flops)
@@ -206,13 +207,13 @@ class _Computing:
         return self._seconds(work, 2 * work.product_flops - work.frozen_flops, 2.5 * work.attention_flops, 2)
 
     def selected_s(self, work: UnitWork) -> float:
-        """Of a forward without its products and attention."""
+        """Return the seconds of a forward without its products and attention."""
         if work.measured is not None:
             return max(self.forward_s(work) - self._dear_s(work.product_flops, work.attention_flops), 0.0)
         return self._seconds(work, 0, 0, 1)
 
     def launch_s(self, work: UnitWork) -> float:
-        """As long in backward: see [Note: launching] in probe.small_block."""
+        """Seconds to launch a forward. Backward takes as long: see [Note: launching] in probe.small_block."""
         return work.kernels * self._device.kernel_s if work.measured is None else work.measured.launch_s
 
     def _seconds(self, work: UnitWork, products: float, attentions: float, rest: float) -> float:
@@ -225,7 +226,7 @@ class _Computing:
 
 
 def _parts_of(host: HostPart, bytes_per_s: Mapping[str, float]) -> dict[Link, float]:
-    """What links take of host memory: as it was measured, else by the bytes that they move there."""
+    """Return the parts of host memory that links take: measured ones, else by the bytes that they move there."""
     parts: dict[str, float] = dict(host.parts)
     if not parts:
         parts = {link: bytes_per_s[link] / host.bytes_per_s for link in _IN_HOST_MEMORY if link in bytes_per_s}

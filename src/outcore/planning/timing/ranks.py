@@ -1,10 +1,10 @@
-"""What one of several ranks has of its node, and how fast ranks reach one another.
+"""One rank's share of its node, and how fast ranks reach one another.
 
-[Note: between ranks] A rank gets the same bytes from every other one. In an exchange of gradients each sends another
-run to each, so what comes from other nodes passes the network once for every rank. In a gather all get the same, so it
-passes the network once for every node. Where the ranks of a node have weights together, each gets another part of new
-ones from the other nodes. Links of a node and the network work side by side. For exchanges this is what the makers of
-NCCL say, too: https://github.com/NVIDIA/nccl-tests/issues/130.
+[Note: between ranks] A rank receives equally many bytes from every other rank. In an exchange of gradients, each rank
+sends a different run to each other one, so bytes from other nodes pass the network once per rank. In a gather all ranks
+receive the same, so bytes pass the network once per node. Where the ranks of a node share one set of weights, each
+receives a different part of the new weights from the other nodes. Links within a node and the network work side by
+side. For exchanges, the makers of NCCL say the same: https://github.com/NVIDIA/nccl-tests/issues/130.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Ranks(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of all."""
+        """Number of all ranks."""
         return self.nodes * self.per_node
 
     def __str__(self) -> str:
-        """For people."""
+        """Describe the ranks for messages."""
         return f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.per_node}"
 
 
@@ -41,7 +41,7 @@ ALONE = Ranks()
 
 
 def links_of(hardware: Hardware) -> LinksPart:
-    """Between devices of a node. Where nothing is known: half of the bus, through host memory."""
+    """Return the links between devices of a node. If nothing is known: half of the bus, through host memory."""
     if hardware.links is not None:
         return hardware.links
     bus, said = hardware.bus, "not known; taken to be half of the bus, through host memory"
@@ -51,12 +51,12 @@ def links_of(hardware: Hardware) -> LinksPart:
 
 
 def network_of(hardware: Hardware) -> NetworkPart:
-    """Between nodes. Where nothing is known: one adapter of 100 Gbit/s."""
+    """Return the network between nodes. If nothing is known: one adapter of 100 Gbit/s."""
     return hardware.network or _GBE_100
 
 
 def share_of(hardware: Hardware, ranks: Ranks) -> Hardware:
-    """What one rank has, while all others of its node do the same: of memory, cores, drives and ways to them."""
+    """Return one rank's share of memory, cores, drives and links to them, while all ranks of its node do the same."""
     if ranks.per_node == 1:
         return hardware
     count, host, disk = ranks.per_node, hardware.host, hardware.disk
@@ -73,7 +73,7 @@ def share_of(hardware: Hardware, ranks: Ranks) -> Hardware:
 
 
 def _device(device: DevicePart, count: int) -> DevicePart:
-    """An accelerator is a rank's own; where the host computes, its cores are shared."""
+    """Return one rank's device: an accelerator is its own; if the host computes, ranks share its cores."""
     if device.runs_ahead:
         return device
     updates = ("update_parameters_per_s", "plain_update_parameters_per_s")
@@ -86,22 +86,22 @@ def _over(part: Any, count: float, *fields: str) -> Any:
 
 
 class Between(NamedTuple):
-    """Ways between ranks."""
+    """Rates of transfers between ranks."""
 
     bytes_per_s: Mapping[str, float]
-    """``reduce``: of exchanged gradients; of each ``Way`` of weights."""
+    """Bytes per second that a rank receives: of exchanged gradients (``reduce``) and by each ``Way`` of weights."""
     latency_s: Mapping[str, float]
     shared: Sequence[Shared]
     host_parts: Mapping[Link, float]
-    """Of the host memory that a rank has for itself."""
+    """Link -> the part that it takes of one rank's share of host memory."""
 
 
 def between(hardware: Hardware, ranks: Ranks) -> Between:
-    """Rates of what a rank gets from others. See [Note: between ranks].
+    """Return the rates at which a rank receives from others. See [Note: between ranks].
 
     Args:
-        hardware: Of a node.
-        ranks: If it is one, nothing passes.
+        hardware: One node.
+        ranks: All ranks. A single rank receives nothing.
     """
     if ranks.size == 1:
         return Between({}, {}, (), {})
@@ -111,7 +111,7 @@ def between(hardware: Hardware, ranks: Ranks) -> Between:
     exchange_s = max(inside / links.bytes_per_s, outside * ranks.per_node / network.bytes_per_s)
     gather_s = max(meets / links.bytes_per_s, outside / network.bytes_per_s)
     on_host_s = max(meets / links.host_bytes_per_s, outside / network.bytes_per_s)
-    copies_s = ranks.per_node / network.bytes_per_s  # ranks of a node have different parts
+    copies_s = ranks.per_node / network.bytes_per_s  # ranks of a node receive different parts
     rates: dict[str, float] = {"reduce": 1 / exchange_s, "gather": 1 / gather_s, "host gather": 1 / on_host_s}
     rates |= {"link": 1 / gather_s, "node link": links.bytes_per_s if meets else 1 / gather_s}
     rates |= {"copies": 1 / copies_s, "host copies": 1 / max(copies_s, 1 / links.host_bytes_per_s)}
@@ -128,7 +128,7 @@ def between(hardware: Hardware, ranks: Ranks) -> Between:
         out = {link: rate / bus.d2h_bytes_per_s for link, rate in inner.items()}
         shared.append(Shared(name="into the device", parts={"h2d": 1 / port, **into}))
         shared.append(Shared(name="out of the device", parts={"d2h": 1 / port, **out}))
-        if links.through_host:  # written there and read again
+        if links.through_host:  # bytes are written there and read again
             here = hardware.host.bytes_per_s / ranks.per_node
             host_parts = {link: 2 * rate / here for link, rate in inner.items()}
     return Between(rates, dict.fromkeys(rates, latency_s), shared, host_parts)

@@ -1,8 +1,9 @@
-"""How long an operation takes on a machine that does nothing else, and what it shares with others.
+"""How long an operation takes on an otherwise idle machine, and what it shares with other operations.
 
-[Note: links] All that goes the same way shares a link, whatever its lane: ``h2d`` serves fetches, weights written back
-and states on their way to an update on the device; ``disk_read`` and ``disk_write`` serve weights and states. Links in
-turn may share something (``Shared``): both directions of a bus, reading and writing of one drive, host memory.
+[Note: links] Operations that use the same path share a link, whatever their lane. ``h2d`` serves fetches, weights that
+are written back, and states on their way to an update on the device. ``disk_read`` and ``disk_write`` serve weights and
+states. Links in turn may share something (``Shared``): the two directions of a bus, reading and writing of one drive,
+or host memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Link = Literal[
 ]
 LINKS: tuple[Link, ...] = get_args(Link)
 Way = Literal["gather", "host gather", "copies", "host copies", "link", "node link"]
-"""Of weights between ranks: new ones to all, or to those that have the same part; parts that are put together."""
+"""Ways of weights between ranks. ``gather``: new weights to all ranks. ``copies``: new weights to the ranks that have
+the same part. ``link``: parts that are put together."""
 
 LINK_OF: Mapping[str, Link] = {
     COMPUTE: "compute",
@@ -50,17 +52,17 @@ LINK_OF: Mapping[str, Link] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Something that several links use, such as host memory. At full speed each takes a part of it."""
+    """Something that several links use, such as host memory. Each link at full speed takes a part of it."""
 
     name: str
     """Such as ``host memory``."""
     parts: Mapping[Link, float]
-    """Link -> the part that it takes at full speed. They wait for each other only where the parts add up to over 1."""
+    """Link -> the part that it takes at full speed. Links slow each other down only if their parts exceed 1 in sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast a machine is with a model. What is left out takes no time."""
+    """How fast a machine is with a model. Operations without a rate take no time."""
 
     forward_s: Mapping[str, float]
     """Unit -> seconds of its forward over one micro-batch."""
@@ -68,7 +70,7 @@ class Rates:
     """Unit -> seconds of its backward over one micro-batch, without recompute."""
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     """``h2d``, ``d2h``, ``disk_read``, ``disk_write`` -> bandwidth; ``compute``: of copies on the device; ``update``:
-    of gradients added up in host memory; ``reduce`` and each ``Way``: see ``timing.ranks``."""
+    of gradients accumulated in host memory; ``reduce`` and each ``Way``: see ``timing.ranks``."""
     parameters_per_s: Mapping[str, float] = field(default_factory=dict)
     """``update`` (by the CPU), ``device_update`` (states from host memory, beside compute), ``compute`` (states that
     live on the device, in ``step()``), ``plain`` (the same by ``torch.optim``, in a plain plan) -> parameters updated
@@ -76,36 +78,39 @@ class Rates:
     selected_forward_s: Mapping[str, float] = field(default_factory=dict)
     """Unit -> seconds of forward that policy ``select`` computes again."""
     product_flops_per_s: float = math.inf
-    """Of matrix products in bf16, which some updates on the device are made of."""
+    """FLOP/s of matrix products in bf16, of which some updates on the device consist."""
     latency_s: Mapping[str, float] = field(default_factory=dict)
-    """Link -> seconds that every operation takes besides."""
+    """Link -> seconds that every operation takes in addition."""
     shared: tuple[Shared, ...] = ()
-    """What links share."""
+    """Everything that links share."""
     visit_s: float = 0.0
-    """Seconds of the engine, on the thread that submits, for every visit of a unit."""
+    """Seconds that the engine takes on the submitting thread for every visit of a unit."""
     launch_s: Mapping[str, float] = field(default_factory=dict)
-    """Unit -> seconds that this thread takes to give an accelerator the kernels of one forward."""
+    """Unit -> seconds that the submitting thread takes to launch the kernels of one forward on an accelerator."""
     host_runs_ahead: bool = True
-    """Compute is given its work, as an accelerator is; False: the thread that submits computes."""
+    """Whether compute runs asynchronously, as on an accelerator. False: the submitting thread computes."""
 
     @cached_property
     def known(self) -> dict[Hashable, Any]:
-        """What was worked out with these rates, for whoever will ask it again."""
+        """Cache of results that were computed with these rates."""
         return {}
 
-    def __getstate__(self) -> dict[str, object]:  # another process can work it out again
+    def __getstate__(self) -> dict[str, object]:  # another process fills a cache of its own
         return {name: value for name, value in self.__dict__.items() if name != "known"}
 
     def move_s(self, link: Link | Way, nbytes: int) -> float:
-        """Seconds to move bytes, alone."""
+        """Return the seconds to move bytes, alone."""
         return nbytes / self.bytes_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if nbytes else 0.0)
 
     def exchange_s(self, spec: UnitSpec) -> float:
-        """Seconds in which a rank gets its run of a unit's gradients from all others, alone."""
+        """Return the seconds in which a rank receives its run of a unit's gradients from all others, alone."""
         return self.move_s("reduce", spec.others_bytes)
 
     def gather_s(self, spec: UnitSpec, plan: UnitPlan) -> float:
-        """Seconds in which a rank gets new weights of those that have the same runs, alone: where they are made."""
+        """Return the seconds in which a rank receives new weights from the ranks that have the same runs, alone.
+
+        They are exchanged in host memory if they are updated there, or if ranks share a copy there.
+        """
         if spec.num_ranks == 1:
             return 0.0
         home = weights_home(spec, plan)
@@ -114,7 +119,7 @@ class Rates:
         return self.move_s(where, (home.num_copies - 1) * spec.run_bytes)
 
     def link_s(self, spec: UnitSpec, plan: UnitPlan) -> float:
-        """Seconds in which a rank gets the others' runs of weights that are cut, alone."""
+        """Return the seconds in which a rank receives the other sharers' runs of cut weights, alone."""
         if spec.num_ranks == 1:
             return 0.0
         home = weights_home(spec, plan)
@@ -122,11 +127,11 @@ class Rates:
         return self.move_s("node link" if plan.partition == "node" else "link", nbytes)
 
     def add_s(self, link: Link, spec: UnitSpec) -> float:
-        """Seconds to add gradients up, alone: those of every rank."""
+        """Return the seconds to accumulate the gradients of all ranks, alone."""
         return self.move_s("compute" if link == "device_update" else link, spec.num_ranks * spec.update_bytes)
 
     def update_s(self, link: Link | Literal["plain"], spec: UnitSpec) -> float:
-        """Seconds to update a unit, alone."""
+        """Return the seconds to update a unit, alone."""
         is_on_host = link == "update"
         numel = spec.update_cost_numel if is_on_host else spec.trainable_numel
         seconds = numel / self.parameters_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if numel else 0.0)
@@ -137,7 +142,7 @@ class Pace:
     """Seconds of the operations of a plan."""
 
     def __init__(self, model: ModelSpec, plan: Plan, rates: Rates, *, clips: bool = False) -> None:
-        """Args: clips: Norms are taken of gradients before they leave the device."""
+        """Args: clips: Norms of gradients are computed before these leave the device."""
         self._rates, self._takes_norms = rates, clips and model.units[0].num_ranks == 1
         self._specs = {spec.name: spec for spec in model.units}
         self._plans = {unit.name: unit for unit in plan.units}
@@ -147,7 +152,7 @@ class Pace:
         self._pieces = model.micro_batches_in_unit
 
     def seconds(self, op: Operation) -> float:
-        """How long an operation takes alone."""
+        """Return the seconds that an operation takes alone."""
         if op.lane == HOST:
             return 0.0
         if op.kind in ("forward", "inference"):
@@ -159,7 +164,7 @@ class Pace:
         return self._work_s(op, LINK_OF[op.lane])
 
     def _work_s(self, op: Operation, link: Link) -> float:
-        """Of what is no visit."""
+        """Return the seconds of an operation that is no visit."""
         rates, spec = self._rates, self._specs[op.unit]
         if op.kind in ("update", "update early"):
             return rates.update_s("plain" if self._is_plain else link, spec) if op.nbytes else 0.0
@@ -169,39 +174,39 @@ class Pace:
             return rates.link_s(spec, self._plans[op.unit])
         if op.kind == "accumulate" and link != "compute":
             return rates.add_s(link, spec)
-        # What the update on the device gives to weights there is a copy as compute makes it.
+        # An update on the device writes its new weights there by a copy at the speed of compute's copies.
         return rates.move_s("compute" if link == "device_update" else link, op.nbytes)
 
     def forward_s(self, unit: str) -> float:
-        """Of one visit."""
+        """Return the seconds of one visit."""
         return self._rates.forward_s.get(unit, 0.0) / self._visits(unit) + self._visit_s
 
     def backward_s(self, unit: str) -> float:
-        """Of one visit, with recompute where the plan wants it."""
+        """Return the seconds of one visit, with recompute where the plan asks for it."""
         seconds = self._again_s[unit] + self._rates.backward_s.get(unit, 0.0)
         return seconds / self._visits(unit) + self._visit_s
 
     def collect_s(self, unit: str, nbytes: int) -> float:
-        """Of copying gradients into a bucket, and of reading them once more in one of its visits for their norms."""
+        """Return the seconds to copy gradients into a bucket, and to read them again for norms in one of the visits."""
         copied_s = self._rates.move_s("compute", nbytes)
         return copied_s + (0.5 * copied_s / self._visits(unit) if self._takes_norms else 0.0)
 
     def _visits(self, unit: str) -> int:
-        """Which together are over one micro-batch: pieces of it. What is outside of all units is one."""
+        """Return the number of visits in which a unit runs one micro-batch, piece by piece; the root has one."""
         return self._pieces if unit else 1
 
     def launch_s(self, unit: str, phase: str) -> float:
-        """What the host takes to give a visit's kernels to the device.
+        """Return the seconds in which the host launches the kernels of a visit.
 
-        A backward takes as long as a forward. What is computed again is another one, and so, as measured, is what
-        hooks do with each tensor that is kept; in a plain plan there are none.
+        A backward takes as long as a forward. Recompute takes as long again. If nothing is recomputed, hooks on each
+        kept tensor take as long, as measured. A plain plan has neither.
         """
         times = 2 if phase == "backward" and not self._is_plain else 1
         return times * self._rates.launch_s.get(unit, 0.0)
 
     @property
     def host_visit_s(self) -> float:
-        """Seconds of the engine for a visit. A plain plan's loop runs as it is."""
+        """Seconds of the engine for a visit; 0 in a plain plan, whose loop runs unchanged."""
         return 0.0 if self._is_plain else self._rates.visit_s
 
     @property

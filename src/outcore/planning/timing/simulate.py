@@ -1,9 +1,9 @@
-"""What steps of a plan would take on a machine: its schedule, played in time. No device, no disk, no clock.
+"""How long steps of a plan would take on a machine: the schedule is played in time. No device, no disk, no clock.
 
-[Note: time] Every lane is a queue. An operation begins when the one before it in its lane is over, when all that it
-comes after is over, and when it has been submitted. The host submits in the order of the schedule. It blocks where the
+[Note: time] Every lane is a queue. An operation begins when the previous one in its lane is over, all operations that
+it comes after are over, and it has been submitted. The host submits in the order of the schedule. It blocks where the
 schedule says so and, on a machine without an accelerator, while it computes. Which updates are made inside backward is
-known when backward is over in time. So such steps are laid out while they are played.
+only known once backward has been played to its end. So steps with such updates are laid out while they are played.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from outcore.spec.schedule import Operation, Phase, Schedule, Visit
 from outcore.spec.timeline import COMPUTE, HOST, WRITES_TO_DISK, Timeline
 
 WARM_UP, MEASURED = 2, 2
-"""Steps before those that count, and those: what slots keep may take turns between two kinds of steps."""
+"""Steps before those that count, and steps that count. The contents of slots may alternate between two steps."""
 _PERIODS, _MOST_MEASURED = (1, 2, 3, 4), 12
-"""Which updates are made inside backward takes turns between so many kinds of steps, or else so many count."""
+"""Periods, in steps, with which the choice of updates inside backward may repeat; and steps that count if none fits."""
 _EQUAL, _AGREE = 1e-6, 4
-"""So near two steps are equal; so many in a row say that steps repeat."""
+"""Relative tolerance within which two steps are equal, and how many equal steps in a row show that steps repeat."""
 _VISITS = {phase.value for phase in Phase}
 _USE_ACTIVATIONS = "use activations of"
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Steps as they would run, when they have settled."""
+    """Steps as they would run once they have settled."""
 
     step_s: float
     """Seconds from one step to the next."""
     written_s: float
-    """Seconds of a step in which drives write."""
+    """Seconds of writing to disk in a step."""
     binding: Mapping[str, float]
-    """Link -> its part of the chain of operations that makes a step as long as it is. The parts add up to 1."""
+    """Link -> its part of the critical chain of operations, which makes up the step's time. The parts add up to 1."""
     num_steps: int
-    """That count."""
+    """Number of steps that count."""
     again: Callable[[], PlayedSteps] = field(repr=False, compare=False)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The steps that count, played again: of most plans nobody asks for it."""
+        """Timeline of the steps that count. They are played again for it, since it is needed for few plans."""
         steps = self.again()
         return steps.played.timeline().between(steps.start_s, steps.end_s)
 
@@ -65,24 +65,24 @@ def simulate(
     *,
     warm_up: int = WARM_UP,
 ) -> Simulation:
-    """Play some steps that follow one another.
+    """Play some consecutive steps.
 
     Args:
         model: Units in the plan's order.
         plan: Checked against the model.
-        rates: Of the machine, with this model.
-        visits: Of each step.
-        circumstances: None: as they are by default.
+        rates: Rates of the machine with this model.
+        visits: The visits of each step.
+        circumstances: None: the defaults.
         warm_up: Steps before those that count; at least one.
 
-    Cost: 100 units and one micro-batch 0.04 s for the schedule, 0.03 s for playing it.
+    Cost: with 100 units and one micro-batch, 0.04 s for the schedule and 0.03 s for playing it.
     """
     given = (model, plan, rates, visits, circumstances)
     return simulation_of(partial(play_steps, *given, warm_up=warm_up, says_where=False))
 
 
 def simulation_of(again: Callable[[], PlayedSteps]) -> Simulation:
-    """What steps come to. Args: again: Plays them."""
+    """Summarise steps. Args: again: Plays them; may be called a second time for the timeline."""
     steps = again()
     return Simulation(
         step_s=(steps.end_s - steps.start_s) / steps.num_steps,
@@ -94,7 +94,7 @@ def simulation_of(again: Callable[[], PlayedSteps]) -> Simulation:
 
 
 def steps_until_settled(plan: Plan) -> int:
-    """How many steps come before those that count. Args: plan: As it runs; writes to disk may lag behind for some."""
+    """Return the number of steps before those that count. Args: plan: As it runs. Writes to disk may lag behind."""
     uses_disk = any("disk" in (unit.weights, unit.gradients, unit.states, unit.activations) for unit in plan.units)
     return 4 if uses_disk else 1
 
@@ -110,7 +110,7 @@ class Laid(NamedTuple):
 
 
 class PlayedSteps(NamedTuple):
-    """Steps from the first on, and when those that count begin and end."""
+    """All steps from the first one on; start and end of those that count."""
 
     operations: Sequence[Operation]
     laid: Laid
@@ -118,7 +118,7 @@ class PlayedSteps(NamedTuple):
     start_s: float
     end_s: float
     num_steps: int
-    """That count."""
+    """Number of steps that count."""
 
 
 def play_steps(
@@ -131,7 +131,7 @@ def play_steps(
     warm_up: int = WARM_UP,
     says_where: bool = True,
 ) -> PlayedSteps:
-    """Play steps, with every operation: see ``simulate``. Args: says_where: Operations say what they read and write."""
+    """Play steps as ``simulate`` does, and return all operations. Args: says_where: Note what they read and write."""
     circumstances = circumstances or Circumstances()
     given = (model, plan, visits, nothing_held(plan), circumstances)
     pace, num_steps = Pace(model, plan, rates, clips=circumstances.clips), MEASURED
@@ -149,17 +149,17 @@ def play_steps(
 
 
 def _repeated(rows: Iterable[Sequence[Operation]]) -> Iterator[Sequence[Operation]]:
-    """Rows without end, each laid out only while it brings something new: steps repeat, or two kinds take turns.
+    """Yield rows without end. Once steps repeat, alone or as an alternating pair, no more are laid out.
 
-    What a step leaves behind follows from what it did, in which order. So behind a row that was there before comes what
-    came then. Slots may change places among themselves without an end; what follows is the same all the same.
+    What a step leaves behind follows from its operations and their order. So an equal row is followed by what followed
+    it the first time. Slots may go on changing places among themselves, but this does not change what follows.
     """
     seen: list[Sequence[Operation]] = []
     orders: list[Sequence[tuple[object, ...]]] = []
     for row in rows:
         yield row
         seen.append(row)
-        orders.append([op[:4] for op in row])  # all but what they come after, and slots
+        orders.append([op[:4] for op in row])  # all but dependencies and slots
         for period in (1, 2):
             if orders[-1] in orders[-1 - period : -period]:
                 again = seen[-period:]
@@ -167,37 +167,37 @@ def _repeated(rows: Iterable[Sequence[Operation]]) -> Iterator[Sequence[Operatio
 
 
 def _within_two(row: Sequence[Operation], before: Sequence[Operation]) -> Sequence[Operation]:
-    """Without what is over for longer than the step before."""
+    """Drop dependencies on operations before the previous step: those are over."""
     oldest = -len(before)
     is_older = any([op.after and op.after[0] < oldest for op in row])
     return [op._replace(after=tuple([i for i in op.after if i >= oldest])) for op in row] if is_older else row
 
 
 class _Part(NamedTuple):
-    """What is the same of an operation whenever it is laid out."""
+    """The properties of an operation that are the same every time it is laid out."""
 
     name: str
     seconds: float
     is_submitted: bool
-    """By a host that takes time for visits."""
+    """Whether submitting it takes the host time: it is a visit, and the host runs ahead of compute."""
     launch_s: float
     uses_activations: bool
 
 
 class _Laying:
-    """Operations as tasks, each with its length, and after what the host waits for before it submits it."""
+    """Lays operations out as tasks with durations, each after what the host does before it submits the operation."""
 
     def __init__(self, pace: Pace, rates: Rates) -> None:
         self._pace, self._rates = pace, rates
         self.laid = Laid([], [], [])
         self.submitted: list[tuple[int, ...]] = []
-        """By task: the last thing that the host did before it submitted it."""
+        """Tasks that the host did last before it submitted each task."""
         self._begin, self._end = 0, -1
         self._did: tuple[int, ...] = ()
         self._known: dict[tuple[object, ...], _Part] = {}
 
     def add(self, operations: Iterable[Operation]) -> None:
-        """More of a step."""
+        """Lay out more operations of a step."""
         host_visit_s, runs_ahead, (tasks, _, places) = self._pace.host_visit_s, self._rates.host_runs_ahead, self.laid
         begin, end, did, submitted, known = self._begin, self._end, self._did, self.submitted, self._known
         for lane, kind, unit, moved, comes_after, *_ in operations:
@@ -210,7 +210,7 @@ class _Laying:
                 did = (len(tasks),)
                 tasks.append(Task(HOST, f"submit {name}", host_visit_s, 0, ()))
             after = tuple([places[begin + i] for i in comes_after if begin + i >= 0])
-            if uses_activations:  # the backward that was begun goes on when they are there
+            if uses_activations:  # the backward begun before computes once they are there
                 begun = tasks[end]
                 tasks[end], name, seconds = begun._replace(seconds=0.0), begun.name, begun.seconds
             place = len(tasks)
@@ -221,7 +221,7 @@ class _Laying:
                 end = place
             if lane == HOST or (lane == COMPUTE and not runs_ahead):
                 did = (place,)
-            if launch_s:  # while they run, the first of them already
+            if launch_s:  # launching goes on while its first kernels run
                 submitted.append(did)
                 tasks.append(Task(HOST, f"launch {name}", launch_s, 0, did))
                 did = (place + 1,)
@@ -234,7 +234,7 @@ class _Laying:
         return _Part(op.name, pace.seconds(op), is_submitted, launch_s, uses_activations)
 
     def end_step(self) -> None:
-        """What comes next is of another one."""
+        """End the step: the next operations belong to another one."""
         self.laid.ends.append(self._end)
         self._begin, self._end = len(self.laid.places), -1
 
@@ -260,10 +260,10 @@ class PlayedClock:
         self._player = Player(self._laying.laid.tasks, rates)
         self._operations: list[Operation] = []
         self._num_laid = 0
-        """Operations of this step."""
+        """Number of operations of this step that are laid out."""
 
     def play(self, row: Sequence[Operation], attempts: Mapping[int, Attempt]) -> None:
-        """Until the last one is over."""
+        """Play until the last operation of ``row`` is over."""
         places, first = self._laying.laid.places, len(self._laying.laid.places)
         self._laying.add(row[self._num_laid :])
         self._num_laid = len(row)
@@ -274,11 +274,11 @@ class PlayedClock:
         self._player.run(places[-1])
 
     def is_over(self, index: int) -> bool:
-        """Whether an operation is."""
+        """Whether an operation is over."""
         return self._player.is_over(self._laying.laid.places[index])
 
     def settle(self, steps: Iterable[Schedule], warm_up: int) -> int:
-        """Lay steps out until they repeat, or often enough. Returns: how many of the last ones count."""
+        """Lay out steps until they repeat, or a maximum is reached. Returns how many of the last steps count."""
         for number, step in enumerate(itertools.islice(steps, warm_up + _MOST_MEASURED), start=1):
             self.end_step(step.operations)
             took_s = self._took_s()
@@ -288,23 +288,23 @@ class PlayedClock:
         return _MOST_MEASURED
 
     def _took_s(self) -> list[float]:
-        """Seconds of each step but the first and the last, whose end is not known yet."""
+        """Return the seconds of each step but the first, and but the last, whose end is not known yet."""
         last = self._laying.laid.ends[:-1]
-        if last:  # steps without attempts were not played yet
+        if last:  # steps without attempts have not been played yet
             self._player.add()
             self._player.run(last[-1])
         ends = [self._player.played.end[i] for i in last]
         return [end - start for start, end in itertools.pairwise(ends)]
 
     def end_step(self, row: Sequence[Operation]) -> None:
-        """Lay the rest of a step out."""
+        """Lay out the rest of a step."""
         self._laying.add(row[self._num_laid :])
         self._laying.end_step()
         self._operations += row
         self._num_laid = 0
 
     def played(self) -> tuple[list[Operation], Laid, Played]:
-        """All steps; operations that were not made move nothing, and wait for nothing."""
+        """Return all steps. Operations that were skipped move nothing and wait for nothing."""
         self._player.add()
         self._player.run()
         laid, skipped = self._laying.laid, self._player.turns.skipped

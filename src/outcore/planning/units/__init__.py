@@ -1,1 +1,1 @@
-"""Cutting a model into units. Looks at structure alone."""
+"""Cutting a model into units, by its structure alone."""

@@ -1,6 +1,6 @@
-"""Which modules of a model become units. Looks at structure alone, so it works on the meta device.
+"""Which modules of a model become units. Only structure counts, so it works on the meta device.
 
-Found by themselves are the repeated blocks and large input embeddings; whoever knows better names them. See
+Repeated blocks and large input embeddings are found automatically; a user who knows better names the units. See
 docs/units.md, "How units are found".
 """
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from outcore.core.errors import ConfigError
 
-LARGE_EMBEDDING_NUMEL = 2**20  # below this an embedding is smaller than what moving it would cost in bookkeeping
+LARGE_EMBEDDING_NUMEL = 2**20  # moving a smaller embedding would cost more in bookkeeping than it saves
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -24,7 +24,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """Find the repeated blocks and the large input embeddings of a model.
 
     Returns:
-        First name -> module, in module order; no unit lies inside another.
+        The first name of each module -> the module, in module order; no unit lies inside another.
     """
     found: dict[int, nn.Module] = {}
     _walk_blocks(model, _no_split_classes(model), found, set())
@@ -36,12 +36,12 @@ def select_units(model: nn.Module, chosen: Sequence[str | type]) -> dict[str, nn
     """Take exactly the units that the user named.
 
     Args:
-        model: Whose modules are searched.
+        model: The model whose modules are searched.
         chosen: Classes, names of classes, names of modules; names of modules may hold the wildcards of ``fnmatch``
             in each part between dots (``"model.layers.*"``).
 
     Raises:
-        ConfigError: A name that matches nothing, a module without forward, a unit inside a unit.
+        ConfigError: A name matches nothing, a module has no forward, or a unit lies inside another.
     """
     if isinstance(chosen, str | type):
         raise ConfigError(f"units: expected a list of classes or names, but got {chosen!r}; write units=[...]")
@@ -68,7 +68,7 @@ def select_units(model: nn.Module, chosen: Sequence[str | type]) -> dict[str, nn
 
 
 def output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield output embeddings, also those of models inside wrappers: losses read their weight outside of any call."""
+    """Yield output embeddings, also those of models inside wrappers. Losses read their weights outside of any call."""
     for module in model.modules():
         getter = getattr(module, "get_output_embeddings", None)
         if not callable(getter):
@@ -89,9 +89,9 @@ def _in_module_order(model: nn.Module, found: dict[int, nn.Module]) -> dict[str,
 
 
 def _no_split_classes(model: nn.Module) -> frozenset[str]:
-    """Class names that a Transformers model, also one inside a wrapper, calls indivisible, if several are of the class.
+    """Return names of classes that a Transformers model, also inside a wrapper, lists as indivisible.
 
-    Single ones are no blocks: BERT lists its embeddings.
+    Classes with a single module are left out, since it is no block: BERT lists its embeddings.
     """
     names: set[str] = set()
     count = Counter(type(m).__name__ for m in model.modules())
@@ -118,7 +118,7 @@ def _walk_blocks(module: nn.Module, no_split: frozenset[str], found: dict[int, n
 
 
 def _repeated_children(module: nn.Module) -> set[int]:
-    """Children that look like blocks: composite, and one of several alike or in a list of nothing but composites."""
+    """Return ids of children like blocks: composite, and one of several of a class or in a list of composites only."""
     blocks = [c for c in module.children() if _is_composite(c) and has_forward(c)]
     with_parameters = [c for c in module.children() if _has_parameters(c)]
     if isinstance(module, nn.ModuleList) and len(blocks) == len(with_parameters):
@@ -128,7 +128,7 @@ def _repeated_children(module: nn.Module) -> set[int]:
 
 
 def _holds_blocks(parent: nn.Module, candidate: nn.Module, no_split: frozenset[str]) -> bool:
-    """Whether a candidate is a stack of blocks (an encoder beside a decoder, a stage) and no block itself."""
+    """Return whether a candidate is a stack of blocks (an encoder beside a decoder, a stage), not a block itself."""
     inner = [m for m in candidate.modules() if m is not candidate]
     if any(type(m).__name__ in no_split for m in inner):
         return True
@@ -159,7 +159,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether it can be called."""
+    """Return whether a module can be called."""
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 

@@ -1,4 +1,4 @@
-"""Cut a model into units: which parameter belongs to which module that moves as a whole. Touches no bytes."""
+"""Cut a model into units: modules that move as a whole, with the parameters of each. No bytes are touched."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _COMPUTE_DTYPE = {
     "fp64": "float64",
 }
 _CHOSEN: tuple[Precision, ...] = ("bf16", "fp16", "fp64")
-"""What is trained in a model with parameters of such a dtype, the first that there are."""
+"""A model's precision is the first of these in whose dtype it has parameters to train, else ``fp32``."""
 
 
 Keeps = Callable[[torch.Tensor, str], tuple[tuple[StateForm, ...], int, bool, float, float, MasterFormat]]
-"""Parameter, dtype of its update -> what ``ParamSpec`` has of it: states, temporary bytes, whether it is whole, cost,
-operations, format of its master."""
+"""(parameter, dtype of its update) -> fields of its ``ParamSpec``: ``states``, ``temporary_bytes``, ``is_whole``,
+``update_cost``, ``update_flops``, ``master_format``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,11 +50,11 @@ class Partition:
 
     spec: ModelSpec
     modules: tuple[nn.Module, ...]
-    """Of every unit; the model itself for the root."""
+    """The module of every unit; the model itself for the root."""
     params: tuple[tuple[nn.Parameter, ...], ...]
-    """Of every unit, in the order of ``UnitSpec.params``."""
+    """The parameters of every unit, in the order of ``UnitSpec.params``."""
     quantized: tuple[Quantized, ...] = ()
-    """Weights of other libraries, whose parts are among the parameters."""
+    """Quantised weights of other libraries, whose parts are among the parameters."""
 
 
 def partition(
@@ -71,14 +71,15 @@ def partition(
     Args:
         model: Any module, on any device, also meta.
         units: Exactly these modules (see ``select_units``); None finds repeated blocks and large input embeddings.
-        state_names: Optimizer states per trainable element, torch's names, without master weights.
-        keeps: What each parameter has, instead. None: all of them, of its own shape and in the dtype of its update.
-        precision: None is ``choose_precision(model)``.
-        micro_batches_in_unit: In so many pieces every unit runs a batch.
+        state_names: Optimizer states per trainable element, by torch's names, without master weights.
+        keeps: Gives the states of each parameter, instead of ``state_names``. None: each parameter has all of these, of
+            its own shape and in the dtype of its update.
+        precision: The precision; None for ``choose_precision(model)``.
+        micro_batches_in_unit: The number of pieces in which every unit runs a batch.
 
     Raises:
-        ConfigError: A dtype or parameter that cannot be trained, ``units`` that do not fit the model.
-        UnsupportedError: Something that changes weights behind the optimizer's back.
+        ConfigError: A dtype or parameter cannot be trained, or ``units`` do not fit the model.
+        UnsupportedError: Something changes weights behind the optimizer's back.
     """
     if precision is not None and precision not in PRECISIONS:
         raise ConfigError(f"precision: expected one of {', '.join(PRECISIONS)} or None, but got {precision!r}")
@@ -92,7 +93,7 @@ def partition(
     full |= {id(weight.named[0][1]): math.prod(full_shape(weight.module, weight.param)) for weight in quantized}
     chosen = choose_precision(model)
     wanted = precision or chosen
-    # fp32 adapters or norms on a bf16 model are meant so: nothing is converted where the asked dtype is already in use.
+    # fp32 adapters or norms on a bf16 model are intended: nothing is converted if the wanted dtype is already in use.
     is_so = _COMPUTE_DTYPE[wanted] == _COMPUTE_DTYPE[chosen] or (
         wanted != "fp32" and any(_is_in(p, wanted) for p in model.parameters() if not is_quantized(p))
     )
@@ -116,7 +117,7 @@ def partition(
 
 
 def choose_precision(model: nn.Module) -> Precision:
-    """Read the precision off a model: fp32 if all that is trained is float32, else bf16, fp16 or fp64.
+    """Return the precision of a model: fp32 if all trained parameters are float32, else bf16, fp16 or fp64.
 
     If nothing is trained, all parameters count.
     """
@@ -167,7 +168,7 @@ def _describe(
 def _owned_tensors(
     model: nn.Module, modules: Sequence[nn.Module], quantized: Sequence[Quantized]
 ) -> list[tuple[list[tuple[str, nn.Parameter]], int]]:
-    """Per unit: its named parameters and the bytes of its buffers. What several units reach belongs to the root."""
+    """Return each unit's named parameters and bytes of buffers. What several units reach belongs to the root."""
     owners: dict[int, set[int]] = {}
     _collect_owners(model, 0, {id(m): i for i, m in enumerate(modules)}, owners, set())
     for param in _read_outside(model):
@@ -180,7 +181,7 @@ def _owned_tensors(
         for part in inside:
             owners[part] = owners.get(part, set()) | owners[id(weight.param)]
     listed: dict[int, tuple[str, nn.Parameter]] = {}
-    for own in everything.values():  # what wrappers share is listed once, by its own name if it has one
+    for own in everything.values():  # what wrappers share is listed once, by its own name if any
         listed |= {part: everything.get(part, own)[part] for part in own if part not in listed}
     for part, item in listed.items():
         params[_owner(owners[part])].append(item)
@@ -190,7 +191,7 @@ def _owned_tensors(
 
 
 def _read_outside(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that somebody reads outside of their module's call: heads by fused losses, AdaLoRA's by its loss."""
+    """Yield parameters that are read outside of their module's call: heads by fused losses, AdaLoRA's by its loss."""
     for head in output_embeddings(model):
         yield from head.parameters()
     for module in model.modules():
@@ -206,7 +207,7 @@ def _owner(units: set[int]) -> int:
 def _collect_owners(
     module: nn.Module, unit: int, index: dict[int, int], owners: dict[int, set[int]], seen: set[tuple[int, int]]
 ) -> None:
-    """Note for every tensor from which units it is reached, along every path."""
+    """Collect for every tensor the units from which it is reached, along every path."""
     unit = index.get(id(module), unit)
     if (id(module), unit) in seen:
         return
@@ -231,7 +232,7 @@ def _refuse_unusable(model: nn.Module) -> None:
 
 
 def _refuse_unstable(model: nn.Module) -> None:
-    """A module that makes its parameters anew when they are listed leaves nobody anything to hold on to."""
+    """Refuse modules that make their parameters anew whenever they are listed: no reference to these would last."""
     before, now = dict(model.named_parameters()), dict(model.named_parameters())
     name = next((name for name, param in before.items() if now.get(name) is not param), None)
     if name is not None:
@@ -309,9 +310,9 @@ def _refuse_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None
 
 
 def _refuse_overlap(model: nn.Module) -> None:
-    """Parameters that share memory without being one object would be stored, and updated, apart.
+    """Refuse parameters that share memory without being one object: they would be stored and updated apart.
 
-    What is inside of wrappers is frozen, and may be the same tensor as whatever else is.
+    Tensors inside wrappers are frozen. They may be the same as any other frozen tensor.
     """
     ranges, known = [], set[Hashable]()
     for name, param in sorted(model.named_parameters(), key=lambda named: is_wrapped(named[1])):

@@ -1,13 +1,13 @@
-"""Quantised weights of other libraries: parameters whose bytes only these read, and what belongs to them.
+"""Quantised weights of other libraries: parameters whose bytes only these libraries read, and what belongs to them.
 
-[Note: quantised] With bitsandbytes a quantised weight is a parameter of packed bytes, frozen, and further tensors that
-say what the bytes mean (largest values of blocks, code books); with others a wrapper around all of them ([Note:
-wrapped]). To outcore they are bytes of the unit: the packed parameter as it is, and each further tensor as a frozen
-parameter that stands where the library looks for it. So they move, rest and come back as other weights do, and the
-library's own kernels read them where they are at the time.
+[Note: quantised] With bitsandbytes a quantised weight is a frozen parameter of packed bytes, and further tensors that
+say what the bytes mean (largest values of blocks, code books). With other libraries it is a wrapper around all of them
+([Note: wrapped]). To outcore they are bytes of the unit: the packed parameter as it is, and each further tensor as a
+frozen parameter in the place where the library looks for it. So they move, rest and come back as other weights do, and
+the library's own kernels read them where they are at the time.
 
-bitsandbytes' functions for backward hold the packed parameter itself, or a view of all of it. ``view`` then gives the
-parameter, so a graph that is kept finds the bytes wherever the unit's slot is by then.
+In bitsandbytes, autograd functions save for backward the packed parameter itself, or a view of all of it. For the view,
+``view`` returns the parameter, so a graph that is kept finds the bytes wherever the unit's slot is by then.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ _STATES = {"absmax": "absmax", "quant_map": "code"}
 _REPACKS = "support_avx512bf16_for_cpu"
 """Attribute of a layer that repacks its weight in evaluation."""
 _CHANGED = ("state", "compute_dtype", "compute_type_is_set", _REPACKS)
-"""What a forward changes, or is kept from changing."""
+"""Attributes of a layer that a forward changes, or is kept from changing."""
 _PIECE = 2**20
-"""Elements that are quantised at a time: whole blocks, of whatever size."""
+"""Elements that are quantised at a time: whole blocks, of any block size."""
 FULL_CHECKSUM = "_outcore_full_checksum"
-"""Attribute of a quantised weight: ``full_checksum`` of what it was made from."""
+"""Attribute of a quantised weight: the ``full_checksum`` of the weight that it was made from."""
 _SAMPLED = 2048
 FULL_DTYPE = "_outcore_full_dtype"
 """Attribute of a module on the meta device: the dtype of the weight that will be quantised."""
 WRAPPER = "wrapper"
-"""Of what ``Quantized.unpack`` gets of a checkpoint: a wrapper with all that is inside."""
+"""Name under which ``Quantized.unpack`` gets a wrapper from a checkpoint, with all that is inside."""
 QUANTIZER = "_outcore_quantizer"
-"""Attribute of a wrapper on the meta device: makes such a one of a weight in full precision."""
+"""Attribute of a wrapper on the meta device: a function that makes such a wrapper of a weight in full precision."""
 
 
 class Place(NamedTuple):
     """Where the library looks for a further tensor."""
 
     name: str
-    """Behind the name of the weight, as the library's ``state_dict`` has it."""
+    """What follows the name of the weight in the library's ``state_dict``."""
     holder: Any
     attribute: str
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What stands there now."""
+        """The tensor that is there now."""
         found: torch.Tensor = getattr(self.holder, self.attribute)
         return found
 
     def put(self, tensor: torch.Tensor | None) -> None:
-        """Let another tensor stand there."""
+        """Put another tensor there."""
         setattr(self.holder, self.attribute, tensor)
 
 
@@ -72,24 +72,24 @@ class Quantized:
     """One quantised weight."""
 
     name: str
-    """Of the weight, fully qualified."""
+    """The fully qualified name of the weight."""
     module: nn.Module
     param: Any
     places: tuple[Place, ...]
     parts: tuple[Parameter, ...]
-    """What stands at the places, as frozen parameters."""
+    """The tensors of the places, as frozen parameters."""
 
     @property
     def named(self) -> list[tuple[str, Parameter]]:
-        """All that has bytes, by name: the weight, unless it only wraps its parts, and these."""
+        """All that has bytes, with names: the weight, unless it only wraps its parts, and the parts."""
         parts = [(f"{self.name}.{place.name}", part) for place, part in zip(self.places, self.parts, strict=True)]
         return parts if is_wrapped(self.param) else [(self.name, self.param), *parts]
 
     def take_over(self, device: torch.device) -> None:
-        """Let the parts stand in their places, and the library repack nothing behind them.
+        """Put the parts in their places, and keep the library from repacking them.
 
         Args:
-            device: That will compute. A wrapper says that it is there.
+            device: The device that will compute. A wrapper then says that it is there.
         """
         if is_wrapped(self.param):
             if self.param.device != device:
@@ -101,19 +101,19 @@ class Quantized:
             self.module.state.CB = self.param  # type: ignore[union-attr]
         else:
             _refuse_other_backward()
-            self.module.__dict__[_REPACKS] = False  # in evaluation, for good
+            self.module.__dict__[_REPACKS] = False  # in evaluation, permanently
         for place, part in zip(places_of(self.module, self.param), self.parts, strict=True):
             place.put(part)
 
     def follow(self, own: dict[str, torch.Tensor], undo: ExitStack) -> dict[str, torch.Tensor]:
-        """Let a fake tensor that stands for the weight have all that the library looks for.
+        """Give a fake tensor that stands for the weight all that the library looks for.
 
         Args:
-            own: Fakes of parameters, by name.
-            undo: Is told how to take it away.
+            own: Fake tensors of parameters, by name. That of a wrapper is replaced.
+            undo: Gets callbacks that restore the layer.
 
         Returns:
-            Fakes of the parts, by name.
+            Fake tensors of the parts, by name.
         """
         module, weight = self.module.__dict__, cast("Any", own[self.name])
         where = weight.device
@@ -137,10 +137,10 @@ class Quantized:
         return dict(zip(names, fakes, strict=True))
 
     def quantize(self, value: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
-        """What ``named`` has of a weight in full precision, made on a device by the library's kernels.
+        """Make the tensors of ``named`` from a weight in full precision, on a device, with the library's kernels.
 
-        Memory: device, twice the quantised weight, whose pieces become one, and what the library takes for a million
-        elements: some 20 bytes for each on the CPU. A wrapper is made of a whole weight at a time.
+        Memory: on the device, twice the quantised weight, since its pieces are joined, and what the library takes for a
+        million elements: some 20 bytes for each on the CPU. A wrapper is made from a whole weight at a time.
         """
         if is_wrapped(self.param):
             return wrapped.tensors_in(getattr(self.param, QUANTIZER)(value.to(device)))
@@ -151,10 +151,10 @@ class Quantized:
         return _to_4_bits(value, self.param, device)
 
     def refuse_unknown(self) -> None:
-        """Raise if nobody knows how another weight in full precision becomes one like this.
+        """Raise if it is not known how another weight in full precision becomes one like this.
 
         Raises:
-            ConfigError: It is a wrapper that ``outcore.quantized`` did not make.
+            ConfigError: The weight is a wrapper that ``outcore.quantized`` did not make.
         """
         if is_wrapped(self.param) and not hasattr(self.param, QUANTIZER):
             raise ConfigError(
@@ -164,10 +164,10 @@ class Quantized:
             )
 
     def unpack(self, read: Callable[[], torch.Tensor], known: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What ``named`` has, as a checkpoint has it.
+        """Return the tensors of ``named`` from a checkpoint.
 
         Args:
-            read: Gives the packed weight.
+            read: Reads the packed weight.
             known: What belongs to it, by the library's own names.
         """
         if WRAPPER in known:
@@ -183,7 +183,7 @@ class Quantized:
 
 
 def full_checksum(value: torch.Tensor) -> int:
-    """Of a sample of a weight in full precision, the same in whatever dtype it is read that holds it in bf16."""
+    """Return a checksum of a sample of a weight as bf16: the same for all dtypes that give the same bf16 values."""
     flat = value.detach().reshape(-1)
     count = min(flat.numel(), _SAMPLED)
     sample = flat.narrow(0, (flat.numel() - count) // 2, count).to("cpu", torch.bfloat16, copy=True)
@@ -191,7 +191,7 @@ def full_checksum(value: torch.Tensor) -> int:
 
 
 def _to_8_bits(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Row by row. Args: dtype: Of the model, which rounds first."""
+    """Quantise row by row. Args: dtype: The dtype of the model, to which values are rounded first."""
     from bitsandbytes import functional
 
     made = []
@@ -201,7 +201,7 @@ def _to_8_bits(value: torch.Tensor, dtype: torch.dtype, device: torch.device) ->
 
 
 def _to_4_bits(value: torch.Tensor, like: Any, device: torch.device) -> list[torch.Tensor]:
-    """Block by block; what is said of blocks, of all together."""
+    """Quantise block by block. The largest values of blocks are joined; if nested, they are quantised together."""
     from bitsandbytes import functional
 
     known, made = like.quant_state, []
@@ -225,7 +225,7 @@ def _to_4_bits(value: torch.Tensor, like: Any, device: torch.device) -> list[tor
 
 @functools.cache
 def _refuse_other_backward() -> None:
-    """Raise if backward does not read a weight where it is by then, as in another version of the library it might."""
+    """Raise if backward does not read a weight where it is by then, as another version of the library might do."""
     import bitsandbytes
 
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.inference_mode(mode=False):
@@ -245,12 +245,12 @@ def _refuse_other_backward() -> None:
 
 
 def is_quantized(param: torch.Tensor) -> bool:
-    """Whether it is such a weight. Imports nothing."""
+    """Return whether a parameter is a quantised weight. Imports nothing."""
     return is_wrapped(param) or bool(kind_of(param))
 
 
 def kind_of(param: torch.Tensor) -> str:
-    """Of bitsandbytes, ``Params4bit`` or ``Int8Params``; of others nothing."""
+    """Return ``Params4bit`` or ``Int8Params`` for weights of bitsandbytes, and an empty string for others."""
     if "bitsandbytes" not in sys.modules:
         return ""
     names = [kind.__name__ for kind in type(param).__mro__ if kind.__module__.startswith("bitsandbytes.")]
@@ -258,7 +258,7 @@ def kind_of(param: torch.Tensor) -> str:
 
 
 def quantized_weights(model: nn.Module) -> Iterator[Quantized]:
-    """All quantised weights of a model, each once. What wrappers share with others is one parameter for all."""
+    """Yield all quantised weights of a model, each once. What wrappers share with others is one parameter for all."""
     seen: set[int] = set()
     ordinary = (p for p in model.parameters() if not is_quantized(p))
     shared: dict[Hashable, Parameter] = {memory_of(p): p for p in ordinary if not p.requires_grad}
@@ -275,7 +275,7 @@ def quantized_weights(model: nn.Module) -> Iterator[Quantized]:
 
 
 def places_of(module: nn.Module, param: Any) -> Iterator[Place]:
-    """Where the further tensors of a quantised weight stand."""
+    """Yield the places of the further tensors of a quantised weight."""
     if is_wrapped(param):
         yield from (Place(*inner) for inner in wrapped.inner_of(param))
     elif kind_of(param) == "Int8Params":
@@ -298,10 +298,10 @@ def _as_parameter(tensor: torch.Tensor) -> Parameter:
 
 
 def refuse_unusable(name: str, module: nn.Module, param: Any) -> None:
-    """Refuse weights of bitsandbytes that have no quantised form yet, or a passing one, and see ``wrapped``.
+    """Refuse weights of bitsandbytes without a lasting quantised form; for wrappers see ``wrapped.refuse_unusable``.
 
     Raises:
-        UnsupportedError: Naming the weight.
+        UnsupportedError: The weight cannot be used; the message names it.
     """
     if is_wrapped(param):
         wrapped.refuse_unusable(name, param)
@@ -328,7 +328,7 @@ def refuse_unusable(name: str, module: nn.Module, param: Any) -> None:
 
 
 def full_shape(module: nn.Module, param: Any) -> tuple[int, ...]:
-    """Of a parameter as a checkpoint has it: before it was quantised."""
+    """Return the shape of a parameter before it was quantised, as checkpoints in full precision have it."""
     if not kind_of(param):
         return tuple(param.shape)
     shape = tuple(param.shape) if kind_of(param) == "Int8Params" else tuple(param.quant_state.shape)
@@ -336,7 +336,7 @@ def full_shape(module: nn.Module, param: Any) -> tuple[int, ...]:
 
 
 def _transposed() -> Any:
-    """Layers whose weights lie the other way round."""
+    """Return the classes of layers whose weights are transposed."""
     library = sys.modules.get("transformers.pytorch_utils")
     return () if library is None else library.Conv1D
 
@@ -348,14 +348,14 @@ def give_back(
     device: torch.device,
     moved: dict[tuple[int, torch.device], torch.Tensor],
 ) -> None:
-    """Let the library have tensors of its own again.
+    """Give the library tensors of its own again.
 
     Args:
-        module: That has the weight.
+        module: The module that has the weight.
         param: The weight; on the device, unless it is a wrapper.
-        values: Of parts, by their identity.
-        device: Where they go.
-        moved: What is there already, which is shared.
+        values: Values of parts, by the identity of the part.
+        device: Where the parts go.
+        moved: Values that were moved there already, by identity and device; they are shared. New ones are added.
     """
     places = list(places_of(module, param))
     there = [((id(place.tensor), device), values.get(id(place.tensor), place.tensor)) for place in places]
@@ -370,19 +370,19 @@ def give_back(
 
 
 def present_class(param: Parameter) -> type[Parameter]:
-    """The class of a parameter while it has its bytes."""
+    """Return the class of a parameter while it has its bytes."""
     return _held_by_itself(type(param)) if kind_of(param) else Parameter
 
 
 @functools.cache
 def _held_by_itself(kind: type[Parameter]) -> type[Parameter]:
-    """See [Note: quantised]."""
+    """Return a subclass for weights that autograd holds by themselves: see [Note: quantised]."""
 
     def view(self: torch.Tensor, *shape: Any) -> torch.Tensor:
         return self if shape == (-1, 1) and self.shape[1:] == (1,) else kind.view(self, *shape)
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.data.to(*args, **kwargs)  # what stands in the state is to be a tensor like any other
+        return self.data.to(*args, **kwargs)  # what the state holds must be an ordinary tensor
 
     own = {"view": view} if kind.__name__ == "Params4bit" else {"to": to}
     return type(kind.__name__, (kind,), own)

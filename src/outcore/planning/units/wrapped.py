@@ -1,8 +1,8 @@
-"""Frozen weights that only wrap other tensors, in a class of another library, such as torchao's quantised ones.
+"""Frozen weights that only wrap other tensors, in a class of another library, such as torchao's quantised weights.
 
 [Note: wrapped] A wrapper has no memory of its own. torch asks its class what it is made of (``__tensor_flatten__``) and
-how it is put together again (``__tensor_unflatten__``). Tensors inside are attributes, so bytes of a unit can stand in
-their places, and whatever the class computes reads them where they are at the time.
+how it is put together again (``__tensor_unflatten__``). Tensors inside are attributes, so bytes of a unit can take
+their places, and the operations of the class read them where they are at the time.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from outcore.torch_private import is_wrapper
 
 _OWN = (torch.Tensor, Parameter)
 _PLACES = re.compile(r"device\(type='\w+'(, index=\d+)?\)| at 0x[0-9a-f]+")
-"""In what a wrapper says of itself, what another process or machine would say otherwise."""
+"""Parts of a wrapper's ``repr`` that differ between processes and machines."""
 
 
 def is_wrapped(tensor: Any) -> bool:
-    """Whether it is a wrapper of another library: torch's own shard, nest or trace what they wrap."""
+    """Return whether a tensor is a wrapper of another library. Torch's own shard, nest or trace what they wrap."""
     kind = type(tensor)
     return kind not in _OWN and is_wrapper(tensor) and not kind.__module__.startswith("torch.")
 
 
 class Inner(NamedTuple):
-    """Where a tensor stands inside of a wrapper, or of a wrapper in that."""
+    """The place of a tensor inside a wrapper, or inside a wrapper in that."""
 
     name: str
     holder: Any
@@ -38,7 +38,7 @@ class Inner(NamedTuple):
 
 
 def inner_of(wrapper: Any, prefix: str = "") -> Iterator[Inner]:
-    """All tensors inside, in the order in which ``Wrapping.around`` takes them."""
+    """Yield all tensors inside, in the order in which ``Wrapping.around`` takes them."""
     for attribute in wrapper.__tensor_flatten__()[0]:
         found = getattr(wrapper, attribute)
         if is_wrapped(found):
@@ -48,21 +48,21 @@ def inner_of(wrapper: Any, prefix: str = "") -> Iterator[Inner]:
 
 
 def tensors_in(tensor: Any) -> list[torch.Tensor]:
-    """Those inside of a wrapper; of any other tensor itself."""
+    """Return the tensors inside a wrapper; for any other tensor, the tensor itself."""
     if not is_wrapped(tensor):
         return [tensor]
     return [getattr(inner.holder, inner.attribute) for inner in inner_of(tensor)]
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """The same for tensors that are the same elements in the same order, and for no others."""
+    """Return a key that is equal for tensors of the same elements in memory in the same order, and for no others."""
     if tensor.is_meta or not tensor.nbytes:
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class Wrapping:
-    """What a wrapper is, without the tensors inside."""
+    """A wrapper without the tensors inside."""
 
     def __init__(self, wrapper: Any) -> None:
         names, self._context = wrapper.__tensor_flatten__()
@@ -71,13 +71,13 @@ class Wrapping:
         self._names = [(name, Wrapping(found) if is_wrapped(found) else None) for name, found in inside]
 
     def __str__(self) -> str:
-        """What decides how the bytes inside are read, the same wherever they are."""
+        """Describe how the bytes inside are read, equally wherever they are."""
         inside = ", ".join(f"{name}: {'a tensor' if within is None else within}" for name, within in self._names)
         said = _PLACES.sub("", repr(_plain(self._context)))
         return f"{self._kind.__module__}.{self._kind.__qualname__} around {inside}; {said}"
 
     def around(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """The same around other tensors, on their device. Args: tensors: In the order of ``inner_of``."""
+        """Make the same wrapper around other tensors, on their device. Args: tensors: In the order of ``inner_of``."""
         left = iter(tensors)
         inner = {name: next(left) if within is None else within.around(left) for name, within in self._names}
         made = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
@@ -86,14 +86,14 @@ class Wrapping:
 
 
 def _plain(context: Any) -> Any:
-    """With lists in place of tuples, which files and libraries mix."""
+    """Replace tuples by lists, since files and libraries mix the two."""
     if isinstance(context, dict):
         return {key: _plain(value) for key, value in context.items()}
     return [_plain(each) for each in context] if isinstance(context, list | tuple) else context
 
 
 def replace(wrapper: Parameter, tensors: Iterable[torch.Tensor]) -> None:
-    """Let a wrapper be around other tensors, also of another device. It stays the same object."""
+    """Put other tensors inside a wrapper, also on another device. It stays the same object."""
     made = Parameter(Wrapping(wrapper).around(tensors), requires_grad=False)
     made.__dict__.update({key: value for key, value in wrapper.__dict__.items() if key not in made.__dict__})
     torch.utils.swap_tensors(wrapper, made)
@@ -103,7 +103,7 @@ def refuse_unusable(name: str, wrapper: Parameter) -> None:
     """Refuse wrappers whose inside cannot be bytes of a unit.
 
     Raises:
-        UnsupportedError: Naming the weight, and what is not as expected.
+        UnsupportedError: The wrapper cannot be used; the message names the weight, and what is not as expected.
     """
     kind = f"{type(wrapper).__module__}.{type(wrapper).__qualname__}"
     if wrapper.requires_grad:

@@ -1,10 +1,10 @@
 """What one call saved, on its way off the device and back. See [Note: activations away].
 
-[Note: storages that leave] Saved tensors are views: of the result of one matrix product three may be saved, and the
-result of one function is the argument of the next. So storages leave, each once and whole, and views are made again
-from offset, size and strides. What the caller keeps in any case stays: weights that live on the device, buffers,
-arguments that need no gradient. Nothing would be won by sending it. Small storages stay too. What an earlier call has
-sent, since it is its result, is borrowed from there ([Note: lent bytes] in ``order.activations``).
+[Note: storages that leave] Saved tensors share memory: three views of one matrix product may be saved, and the result
+of one function is the argument of the next. So storages leave, each once and whole, and views are made again from
+offset, size and strides. What the caller keeps in any case stays, since sending it would win nothing: weights that live
+on the device, buffers, arguments that need no gradient. Small storages stay too. A storage that an earlier call has
+sent, because it is that call's result, is borrowed from there ([Note: lent bytes] in ``order.activations``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TOO_LARGE = (
     "a call saves more than the plan has room for on host or disk, and is recomputed in backward, which changes no "
     "result; give outcore.prepare() the largest batch as sample=, and call it under autocast if forward is"
 )
-"""The same words for all units, so that Python says it once."""
+"""A warning, in the same words for all units, so that Python shows it once."""
 TAKEN = (
     "a unit is called again before the backward of an earlier call, and what both save is more than the plan has room "
     "for on host or disk; the later call is recomputed in backward, which changes no result; give outcore.prepare() "
@@ -57,13 +57,13 @@ _calls = itertools.count()
 
 
 class _Made(NamedTuple):
-    """What the race checker calls memory that autograd has taken."""
+    """Memory that autograd has taken, under a name for the race checker."""
 
     region: Region
 
 
 class _Owner:
-    """Whether an object lives. Who asks does not keep it alive: it is not to end on a lane."""
+    """Tells whether an object lives. Asking never keeps the object alive: it must not end on a lane."""
 
     __slots__ = ("_gone", "_of")
 
@@ -77,12 +77,12 @@ class _Owner:
 
 
 class _Storage(NamedTuple):
-    """One storage that the call saved, and where it begins."""
+    """One storage that the call saved, and where it begins in the call's room."""
 
     memory: torch.Tensor  # 1D uint8
     start: int
     lender: tuple[SavedCall[Handle], int] | None
-    """The call that has sent it, and where it begins there."""
+    """The call that has sent it, and where it begins there; None: this call sends it."""
 
 
 class _View(Form):
@@ -95,14 +95,14 @@ class _View(Form):
     tensor: torch.Tensor | None
 
     def let_go(self) -> None:
-        """Its bytes have been copied: what is done to the tensor from here on is no matter."""
+        """Let go of the tensor: its bytes have been copied, so later changes do not matter."""
         if self.tensor is not None:
             self.is_changed = self.tensor._version != self.version
             self.tensor = None
 
 
 class _Packing:
-    """Hooks under which storages are gathered that leave, and found again when they are back."""
+    """Hooks that gather the storages that leave, and find them again when they are back."""
 
     def __init__(
         self,
@@ -113,24 +113,24 @@ class _Packing:
         staying: Iterable[torch.Tensor],
         where: str,
     ) -> None:
-        """Args: device: That they leave. room: For their bytes. staying: Tensors whose memory the caller keeps."""
+        """Args: device: The one they leave. room: Bytes for them. staying: Tensors whose memory the caller keeps."""
         self._unit, self._device, self._room, self._where = unit, device, room, where
         self._between = between
         self._staying = {0, *map(storage_of, staying)}
         self.storages: dict[int, _Storage] = {}
-        """By address, until they are home."""
+        """Storages by address, until they are home."""
         self._views: list[_View] = []
         self._params: dict[int, int] = {}
-        """Index by identity, where autocast casts them."""
+        """Indices of parameters by identity, if autocast casts them."""
         self._casts: list[Cast] = []
         self._ends = [0, 0]
-        """How much the call sends itself, from the start of its room, and how much others have sent, from the end."""
+        """Bytes that the call sends itself, from the start of its room; bytes that others have sent, from the end."""
         self.fits = True
         self.memory: torch.Tensor | None = None
-        """Where they are back, while backward is at the unit."""
+        """Where the storages are when they are back, while backward is at the unit."""
 
     def hooks(self) -> Any:
-        """To run the block under, with its weights bound."""
+        """Return the hooks to run the block under, with its weights bound."""
         self._pack, self._unpack = by_place(self._unit, self._where, keeps=False)
         buffer = self._unit.device_buffer()
         if buffer is not None:
@@ -152,7 +152,7 @@ class _Packing:
         return self._casts[-1]
 
     def settle(self) -> None:
-        """The block has run. Casts of a weight that it has changed since are saved; others can be made again."""
+        """Save casts of weights that the block has changed since; others can be made again. The block has run."""
         touched = self._unit.presence.watch.touched
         for cast in self._casts:
             tensor, cast.tensor, weight = cast.tensor, None, cast.weight
@@ -177,7 +177,7 @@ class _Packing:
             return None
         view = _View(tensor, storage.start + int(tensor.storage_offset()) * tensor.dtype.itemsize)
         view.version, view.is_changed = tensor._version, False
-        view.tensor = tensor.detach()  # a result would keep its own node alive
+        view.tensor = tensor.detach()  # without its node: a result would keep its own node alive
         self._views.append(view)
         return view
 
@@ -197,11 +197,11 @@ class _Packing:
 
     @property
     def nbytes(self) -> int:
-        """What the call sends itself."""
+        """Bytes that the call sends itself."""
         return self._ends[0]
 
     def loans(self, owner: _Owner) -> list[Loan[Handle]]:
-        """What others have sent. Args: owner: Of the call."""
+        """Return loans of what others have sent. Args: owner: The call's owner."""
         found = [(memory.numel(), start, lender) for memory, start, lender in self.storages.values() if lender]
         return [Loan(owner, *lender, nbytes, at) for nbytes, at, lender in found]
 
@@ -214,12 +214,12 @@ class _Packing:
         self._views.clear()
 
     def begin_again(self) -> None:
-        """As if nothing had been saved yet."""
+        """Begin again, as if nothing had been saved yet."""
         self.drop()
         self._ends, self.fits = [0, 0], True
 
     def give(self, packed: Any) -> torch.Tensor:
-        """What was stored, wherever it is."""
+        """Return what was stored, wherever it is."""
         if packed is None:
             raise UnsupportedError(escaped(self._where))
         if isinstance(packed, Placed | Inside):
@@ -237,14 +237,14 @@ class _Packing:
         return packed.again(self.memory)
 
     def let_go(self) -> None:
-        """All is home."""
+        """Let go of all storages: they are home."""
         for view in self._views:
             view.let_go()
         self.storages.clear()
 
 
 class _Settling:
-    """Hooks, and what is done when the block has run under them."""
+    """Hooks that settle casts when the block has run under them."""
 
     def __init__(self, hooks: Any, packing: _Packing) -> None:
         self._hooks, self._packing = hooks, packing
@@ -258,7 +258,7 @@ class _Settling:
 
 
 class Away:
-    """What one call has saved: off the device and back. It is what ``ActivationOrder`` moves."""
+    """What one call has saved: the object that ``ActivationOrder`` moves off the device and back."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class Away:
         staying: Iterable[torch.Tensor],
         where: str,
     ) -> None:
-        """Args: device: That it leaves. room: On its tier. staying: Tensors whose memory the caller keeps."""
+        """Args: device: The one it leaves. room: Bytes on its tier. staying: Tensors whose memory the caller keeps."""
         self._unit, self._order, self._device, self._where = unit, order, device, where
         self._between = between
         self._is_alone = room == unit.plan.saved_bytes
@@ -288,16 +288,16 @@ class Away:
         return self._packing.fits
 
     def say_too_large(self) -> bool:
-        """Warn that it does not fit. Returns whether it would not if the unit's home were empty either."""
+        """Warn that it does not fit. Returns whether it would not fit into an empty home either."""
         warnings.warn(TOO_LARGE if self._is_alone else TAKEN, stacklevel=3)
         return self._is_alone
 
     def begin_again(self) -> None:
-        """As if nothing had been saved yet."""
+        """Begin again, as if nothing had been saved yet."""
         self._packing.begin_again()
 
     def hooks(self) -> Any:
-        """To run the block under, with its weights bound."""
+        """Return the hooks to run the block under, with its weights bound."""
         return self._packing.hooks()
 
     def put(self, tensor: torch.Tensor) -> Any:
@@ -305,17 +305,17 @@ class Away:
         return self._packing.put(tensor)
 
     def give(self, packed: Any) -> torch.Tensor:
-        """What was stored, in backward."""
+        """Return what was stored, in backward."""
         return self._packing.give(packed)
 
     # What the order asks for.
 
     def is_wanted(self) -> bool:
-        """While its graph lives."""
+        """Whether backward may come to it: as long as its graph lives."""
         return self._owner is not None and self._owner.lives
 
     def leave(self, target: Span) -> Callable[[], None]:
-        """Copy all storages to where they rest, or to a slot on the way there."""
+        """Return the copy of its own storages to where they rest, or to a slot on the way there."""
         storages, into = self._packing.storages.values(), target.memory.bytes
         mine = [(memory, start) for memory, start, lender in storages if lender is None]
         pairs = [(into[start : start + memory.numel()], memory) for memory, start in mine]
@@ -338,10 +338,10 @@ class Away:
             self._device.hand_over(storage.memory, Lane.D2H)
         self.let_go()
 
-    # What the call does. It keeps what the order makes of it: kept here, both would keep each other, and the memory.
+    # What the call does. It keeps the ``SavedCall``: kept here, the two would keep each other and the memory alive.
 
     def end_forward(self, owner: object) -> SavedCall[Handle] | None:
-        """The block has run, and what it saved will leave, if there is anything.
+        """End forward: what the block saved will leave, if there is anything.
 
         Args: owner: Lives as long as backward may come.
         """
@@ -352,11 +352,11 @@ class Away:
         return self._order.end_forward(self._unit.ledger, self, loans) if self._packing.storages else None
 
     def among(self, made: Sequence[torch.Tensor]) -> list[int]:
-        """Results whose memory was saved."""
+        """Return indices of results whose memory was saved."""
         return [i for i, t in enumerate(made) if storage_of(t) in self._packing.storages]
 
     def watch(self, call: SavedCall[Handle] | None, returned: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Until it is home nobody may change these: versions are not those of the tensors that were saved.
+        """Watch results, which must not be changed until all is home. They share no versions with what was saved.
 
         Args:
             call: What ``end_forward`` returned.
@@ -372,7 +372,7 @@ class Away:
         return self._is_changed or any(tensor._version != version for tensor, version in self._returned)
 
     def begin_backward(self, call: SavedCall[Handle] | None) -> None:
-        """Make it present. Args: call: What ``end_forward`` returned."""
+        """Bring back what was saved. Args: call: What ``end_forward`` returned."""
         if self._has_changed():
             raise UnsupportedError(
                 f"a result of {self._where} was changed in place after the call; change a copy instead"
@@ -382,25 +382,25 @@ class Away:
             self._packing.memory = None if span is None else span.memory.bytes
 
     def end_backward(self, call: SavedCall[Handle] | None, *, is_over: bool) -> None:
-        """Compute is done with it. Args: is_over: The graph is not walked again."""
+        """Note that compute is done with it. Args: is_over: Whether the graph is not walked again."""
         self._packing.memory = None
         if call is not None:
             self._order.end_backward(call, is_over=is_over)
 
 
 class Sender:
-    """Begins what leaves with a call of one unit."""
+    """Makes an ``Away`` for each call of one unit."""
 
     def __init__(
         self, unit: Unit, order: ActivationOrder[Handle], between: Between, device: Device, where: str
     ) -> None:
-        """Args: order: Of all units, as ``between``. device: That compute uses. where: For errors."""
+        """Args: order, between: Those of all units. device: The one that computes. where: For errors."""
         self._unit, self._order, self._device, self._where = unit, order, device, where
         self._between = between
         self._buffers = [buffer for module in unit.modules for buffer in module.buffers(recurse=False)]
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> Away | None:
-        """None if the unit's home is taken. Args: tensors: Arguments of the call."""
+        """Begin a call. Returns None if the unit's home is full. Args: tensors: Arguments of the call."""
         room = self._order.room(self._unit.ledger)
         if not room:
             warnings.warn(TAKEN, stacklevel=1)

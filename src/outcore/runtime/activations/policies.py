@@ -1,4 +1,4 @@
-"""What calls do with what autograd saves: an object per policy, and one per call. See [Note: keep what fits]."""
+"""What calls do with what autograd saves: one object per unit, and one per call. See [Note: keep what fits]."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _MOST_KNOWN = 4096  # kinds of arguments that are remembered
 
 
 class Policy:
-    """What the calls of one unit do: this one keeps all on the device, uncounted."""
+    """What the calls of one unit do with what autograd saves. This policy keeps all on the device, uncounted."""
 
     keeps_all = True
     has_kinds = False
-    """Whether it asks what kind of arguments a call has."""
+    """Whether it tells calls apart by the kind of their arguments."""
 
     def __init__(self, unit: Unit, device_kind: str, where: str) -> None:
         """Args: where: For errors."""
@@ -45,7 +45,7 @@ class Policy:
         self._kept = KeptGraph(unit, None, None, where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
-        """What the bytes of a call depend on."""
+        """Return the kind of a call's arguments: what the saved bytes depend on."""
         return None
 
     def _kind(self, args: Any, kwargs: Any) -> Hashable:
@@ -55,24 +55,24 @@ class Policy:
         return self._unit.module.training, autocast, flags, _signature(args), _signature(kwargs)
 
     def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
-        """Decide for a call.
+        """Decide what a call does.
 
         Args:
-            kind: Of its arguments; None: all such calls must do the same.
+            kind: Kind of its arguments; None: all such calls must do the same.
             tensors: Its arguments.
         """
         return self._kept
 
     def lease(self, args: Any, kwargs: Any) -> Lease | None:
-        """Take room for a call of which it is known what it takes."""
+        """Take room for a call. Returns None if its bytes are not known, or if there is no room."""
         return None
 
     def count(self, kind: Hashable) -> Count | None:
-        """What counts in a recompute, where nobody knows yet what the call would have saved."""
+        """Return a counter for a recompute, if it is not known yet what the call would have saved."""
         return None
 
     def learn(self, kind: Hashable, count: Count, made: Sequence[torch.Tensor]) -> None:
-        """Remember what calls take."""
+        """Remember what calls of a kind save."""
 
 
 class Count:
@@ -85,17 +85,17 @@ class Count:
         self._unit, self._where = unit, where
 
     def hooks(self) -> Any:
-        """To run the block under, with its weights bound."""
+        """Return the hooks to run the block under, with its weights bound."""
         self._counted = {0, *map(storage_of, self._unit.params)}
         pack, unpack = by_place(self._unit, self._where)
         return hooks_on_saved(self._unit, lambda tensor: pack(self._counting(tensor)), unpack)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Results that the graph needs unchanged."""
+        """Return indices of results that the graph needs unchanged."""
         return [i for i, t in enumerate(made) if storage_of(t) in self._counted]
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Bytes that a saved tensor adds."""
+        """Count a saved tensor. Returns the bytes that it adds."""
         place = storage_of(tensor)
         if place in self._counted:
             return 0
@@ -110,12 +110,12 @@ class Count:
 
 
 class Trial(SavingBase, Count):
-    """Keeps what is saved as well, until there is no room; then nothing is kept."""
+    """Counts what is saved and keeps it, until there is no room; then nothing is kept."""
 
     may_drop = True
 
     def __init__(self, policy: WhatFits, kind: Hashable, unit: Unit, lease: Lease, where: str) -> None:
-        """Args: policy: Learns from it. lease: Empty; grows with what is kept."""
+        """Args: policy: It learns from the trial. lease: Empty at first; it grows with what is kept."""
         super().__init__(unit, where)
         self._policy, self._kind, self._lease, self.is_kept = policy, kind, lease, True
         self._saved: list[_Saved] = []
@@ -128,11 +128,11 @@ class Trial(SavingBase, Count):
 
     @property
     def is_needed(self) -> bool:
-        """If it was kept."""
+        """Whether the graph was kept."""
         return self.is_kept
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
-        """From here on the graph owns what was kept."""
+        """End forward. From here on the graph owns what was kept."""
         self._saved.clear()
         if not self.is_kept:
             return None
@@ -165,12 +165,12 @@ class _Saved:
 
 
 class WhatFits(Policy):
-    """Recomputes, or keeps where there is room, and remembers what calls take."""
+    """Keeps what is saved where there is room, else recomputes. Remembers how much calls save."""
 
     keeps_all = False
 
     def __init__(self, unit: Unit, room: Room, device_kind: str, remember: Remember | None, where: str) -> None:
-        """Args: room: Of all units. remember: What a recompute finds saved; None: the arguments, by autograd."""
+        """Args: room: That of all units. remember: Saves for recomputes; None: autograd saves the arguments."""
         super().__init__(unit, device_kind, where)
         self._room, self._remember = room, remember
         self.has_kinds = room.nbytes > 0 or remember is not None
@@ -204,7 +204,7 @@ class WhatFits(Policy):
         return self._dropped if self._remember is None else self._remember.begin(tensors) or self._dropped
 
     def _shares_casts(self) -> bool:
-        """Whether a kept graph needs a cache of casts of its own, which would empty that of the whole model."""
+        """Whether a kept graph needs a cache of casts of its own, which would empty the whole model's cache."""
         return torch.is_autocast_enabled(self._device_kind) and torch.is_autocast_cache_enabled()
 
     def count(self, kind: Hashable) -> Count | None:
@@ -224,7 +224,7 @@ class _SentAway(SavingBase):
     may_drop = True
 
     def __init__(self, away: Away, learn: Callable[[], None], gone: type[GoneTensor]) -> None:
-        """Args: learn: Called if they never do. gone: What arguments are then."""
+        """Args: learn: Called if they would never fit. gone: Class of arguments whose memory has left."""
         self._away, self._learn, self._gone = away, learn, gone
         self._call: SavedCall[Handle] | None = None
 
@@ -263,14 +263,14 @@ class _SentAway(SavingBase):
 
 
 class Remember:
-    """What calls save that are recomputed: on the device, or off it."""
+    """What recomputed calls save, on the device or off it."""
 
     def __init__(self, sender: Sender | None, where: str, *, selects: bool) -> None:
-        """Args: sender: None: all stays. selects: Whether results that are dear to compute are saved."""
+        """Args: sender: None: all stays on the device. selects: Whether results that are dear to compute are saved."""
         self._sender, self._selects, self._where = sender, selects, where
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> Saving | None:
-        """Args: tensors: Arguments of the call. Returns None if the unit's home is taken."""
+        """Begin a call. Returns None if the unit's home is full. Args: tensors: Arguments of the call."""
         away = None
         if self._sender is not None:
             away = self._sender.begin(tensors)
@@ -280,22 +280,22 @@ class Remember:
 
 
 class SendAway(Policy):
-    """What is saved leaves the device; a call that does not fit its home is recomputed.
+    """Sends what is saved off the device. A call that does not fit its home is recomputed.
 
-    Once that is known of arguments of given shapes, they leave themselves, if they fit.
+    Once that is known of arguments of given shapes, calls with such arguments send these alone, if they fit.
     """
 
     keeps_all, has_kinds = False, True
 
     def __init__(self, unit: Unit, device_kind: str, sender: Sender, where: str) -> None:
-        """Args: sender: Of the unit."""
+        """Args: sender: The unit's sender."""
         super().__init__(unit, device_kind, where)
         self._sender, self._dropped = sender, Dropped(where)
         self._remember = Remember(sender, where, selects=False)
         self._too_large, self._gone = set[Hashable](), gone_class(where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
-        """One for all as long as all fit."""
+        """Return one kind for all calls, as long as all fit."""
         return self._kind(args, kwargs) if self._too_large else True
 
     def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
@@ -318,7 +318,7 @@ class SendAway(Policy):
 def policy_of(
     unit: Unit, room: Room, order: ActivationOrder[Handle], between: Between, device: Device, where: str
 ) -> Policy:
-    """The policy that the plan gives to a unit."""
+    """Return the policy that the plan gives to a unit."""
     sender = None if unit.plan.activations == "device" else Sender(unit, order, between, device, where)
     kind = device.torch_device.type
     if unit.plan.policy == "keep":
@@ -329,7 +329,7 @@ def policy_of(
 
 
 def _signature(value: Any) -> Any:
-    """What the form of arguments is: shapes, not values, of tensors."""
+    """Return the form of arguments: shapes of tensors, not their values."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.requires_grad
     if isinstance(value, tuple | list):

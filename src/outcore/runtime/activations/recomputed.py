@@ -1,4 +1,4 @@
-"""A call that is recomputed from more than autograd keeps for it: arguments that left, results that were selected."""
+"""A call that is recomputed from more than what autograd keeps: from arguments that left, and selected results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from outcore.runtime.activations.selection import Selection
 
 
 class Again(SavingBase):
-    """Nothing of the graph is kept: the block runs again, from its arguments and from what was selected."""
+    """Keeps nothing of the graph: the block runs again, from its arguments and from what was selected."""
 
     is_kept, may_drop = False, True
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], selection: Selection | None, away: Away | None, where: str
     ) -> None:
-        """Args: tensors: Arguments. away: What is saved leaves with it; None: it stays on the device."""
+        """Args: tensors: The call's arguments. away: Sends what is saved; None: it stays on the device."""
         self._tensors, self._selection, self._away, self._where = tensors, selection, away, where
         self._packed: Sequence[tuple[Any, bool]] = ()
         self._call: SavedCall[Handle] | None = None
@@ -31,7 +31,7 @@ class Again(SavingBase):
 
     @property
     def is_needed(self) -> bool:
-        """If it has something."""
+        """Whether it has saved something."""
         return self._selection is not None or self._away is not None
 
     def hooks(self) -> Any:
@@ -61,7 +61,7 @@ class Again(SavingBase):
             self._away = None
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """None: recompute makes them again."""
+        """Return no results: recompute makes them again."""
         return ()
 
     def begin_backward(self) -> None:
@@ -87,7 +87,7 @@ class Again(SavingBase):
             self._away.end_backward(self._call, is_over=is_over)
 
     def _argument(self, packed: Any, was_leaf: bool) -> torch.Tensor:  # noqa: FBT001
-        """A leaf only if it was one: autocast treats leaves otherwise."""
+        """Return an argument. It is a leaf only if it was one: autocast treats leaves differently."""
         tensor = self._give(packed)
         if was_leaf or not tensor.is_leaf:
             return tensor

@@ -2,17 +2,17 @@
 
 [Note: keep what fits] A plan guarantees that a unit can be recomputed. What the device has left may be used to keep
 its activations instead: less work, same bits. Nothing is guessed. The first call of a unit with arguments of given
-shapes is a *trial* (``keeping``): it counts and keeps what autograd saves. If that does not fit, it drops all and will
-be recomputed after all. Later calls with such arguments take as many bytes in advance, or are recomputed at once.
-Bytes are given back when backward comes to the call, or when its graph goes.
+shapes is a *trial* (``policies.Trial``): it counts and keeps what autograd saves. If that does not fit, the call drops
+all and will be recomputed after all. A later call with such arguments takes as many bytes in advance; if they are not
+there, it will be recomputed. Bytes are given back when backward comes to the call, or when its graph goes.
 
 [Note: what else is alive] On an accelerator results, logits and workspace need memory too, and only a run can tell how
-much. So there the room is closed until a step was measured in which nothing was kept: the peak of that step is not to
-be had. Larger arguments than were measured close the room again, until another such step was measured.
+much. So the room there is closed until a step has been measured in which nothing was kept. The peak of that step is set
+aside. Arguments larger than those measured close the room again, until another such step has been measured.
 
-[Note: between units] Several units may get the same tensor, as all blocks of a decoder get what the encoder gave. Each
-of them would send it and need room for it in its slot. So the first call alone sends it. For the others it stays on the
-device, once, until their backward: that takes no more than one slot would.
+[Note: between units] Several units may get the same tensor, as all blocks of a decoder get what the encoder gave. If
+each of them sent it, each would need room for it in its slot. So the first call alone sends it. For the others it stays
+on the device, once, until their backward: that takes no more than one slot would.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from outcore.order.activations import SavedCall
 from outcore.runtime.activations.saved import storage_of, version_of
 from outcore.torch_private import keeps_graph
 
-_OTHER_SHARE = 1.125  # of a measured peak: allocators leave gaps
+_OTHER_SHARE = 1.125  # of a measured peak is set aside: allocators leave gaps
 
 
 class Lease:
-    """Bytes that one call has taken. They go back with the object at the latest."""
+    """Bytes that one call has taken. They are given back with the object at the latest."""
 
     __slots__ = ("_room", "nbytes")
 
@@ -55,7 +55,7 @@ class Lease:
         self._room.give(nbytes)
 
     def release_in_backward(self, *_: object) -> None:
-        """Hook of a node of autograd: what it and those before it saved is freed now, unless the graph is retained."""
+        """Give all back, as a hook of a node: what it and earlier ones saved goes now, unless the graph is retained."""
         if not keeps_graph():
             self.release()
 
@@ -64,10 +64,10 @@ class Lease:
 
 
 class Room:
-    """How much there is, and who has it. See [Note: keep what fits] and [Note: what else is alive]."""
+    """Bytes that calls may keep, and those taken. See [Note: keep what fits] and [Note: what else is alive]."""
 
     def __init__(self, nbytes: int, meter: Meter | None = None) -> None:
-        """Args: nbytes: All that may be kept at a time. meter: None where nothing else is counted."""
+        """Args: nbytes: All that may be kept at a time. meter: Measures peaks; None: nothing else is counted."""
         self.nbytes = nbytes
         self.taken_bytes = 0
         self._meter = meter
@@ -78,7 +78,7 @@ class Room:
 
     @property
     def free_bytes(self) -> int:
-        """What can be taken now; 0 while closed."""
+        """Bytes that can be taken now; 0 while the room is closed."""
         return self.nbytes - self._other_bytes - self.taken_bytes if self._is_open else 0
 
     def take(self, nbytes: int) -> None:
@@ -96,7 +96,7 @@ class Room:
         return lease if lease.grow(nbytes) else None
 
     def expect(self, nbytes: int) -> None:
-        """A unit is called with so many bytes of arguments for the first time."""
+        """Note the bytes of arguments of a kind that is new to a unit. The largest so far close the room."""
         if self._meter is not None and nbytes > self._largest:
             self._largest = nbytes
             self._is_open = False
@@ -104,7 +104,7 @@ class Room:
                 self._start(self._meter)
 
     def end_step(self) -> None:
-        """Measure a step in which nothing was kept, if there is need to."""
+        """Measure a step in which nothing was kept, if that is needed."""
         if self._meter is None or self._largest == self._measured:
             return
         if not self._was_used:
@@ -127,7 +127,7 @@ class _Sent(NamedTuple):
 
 
 class Between:
-    """Memory that calls of units share, while it lives: arguments, and results. See [Note: between units]."""
+    """Memory that calls of units share, while it lives: arguments and results. See [Note: between units]."""
 
     def __init__(self) -> None:
         self._met = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
@@ -138,21 +138,21 @@ class Between:
         return storage_of(tensor) != 0 and tensor.untyped_storage()._cdata in self._met
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Arguments of a call."""
+        """Note the arguments of a call."""
         for tensor in tensors:
             if tensor.requires_grad and storage_of(tensor):
                 storage = tensor.untyped_storage()
                 self._met[storage._cdata] = storage
 
     def send(self, result: torch.Tensor, version: int, call: SavedCall[Handle], start: int) -> None:
-        """A call has saved its own result. Args: version: Of it. start: Where it begins in what the call saved."""
+        """Note a result that its own call saved. Args: version: The result's. start: Where it begins in the home."""
         storage = result.untyped_storage()
         place = storage._cdata
         memory = weakref.ref(storage, functools.partial(self._sent.pop, place))
         self._sent[place] = _Sent(memory, weakref.ref(call), start, version)
 
     def lender_of(self, tensor: torch.Tensor) -> tuple[SavedCall[Handle], int] | None:
-        """The call that has sent the same memory, as it is now, and where it begins there."""
+        """Return the call that has sent the same memory, if it is unchanged, and where it begins there."""
         sent = self._sent.get(tensor.untyped_storage()._cdata)
         call = None if sent is None else sent.call()
         if sent is None or call is None or call.left is None or not call.is_coming:

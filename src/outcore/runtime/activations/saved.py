@@ -1,4 +1,4 @@
-"""What autograd saves, packed: weights in slots by their place, everything else as it is."""
+"""How tensors that autograd saves are packed: weights in slots as their place, everything else as it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outcore.torch_private import without_torch_function
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Address of a tensor's memory; 0 where it has none of its own (sparse, wrapped by a transform)."""
+    """Return the address of a tensor's memory; 0 if it has none of its own (sparse, wrapped by a transform)."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return 0
     try:
@@ -27,22 +27,22 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; inference tensors do not count."""
+    """Return how often a tensor was changed in place; 0 for inference tensors, which do not count this."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Form:
-    """How a saved tensor lies in memory, so that it can be laid over a copy of that."""
+    """How a saved tensor lies in memory, so that it can be laid over a copy of that memory."""
 
     __slots__ = ("dtype", "is_conj", "offset", "size", "stride")
 
     def __init__(self, tensor: torch.Tensor, offset: int) -> None:
-        """Args: offset: Of its first element, in bytes."""
+        """Args: offset: Place of its first element, in bytes."""
         self.dtype, self.size, self.stride, self.offset = tensor.dtype, tensor.size(), tensor.stride(), offset
         self.is_conj = tensor.is_conj()
 
     def again(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor. Args: memory: 1D uint8, what the offset counts from."""
+        """Make the tensor again. Args: memory: 1D uint8; the offset counts from its start."""
         start = (memory.storage_offset() + self.offset) // self.dtype.itemsize
         found = torch.empty(0, dtype=self.dtype, device=memory.device).set_(
             memory.untyped_storage(), start, self.size, self.stride
@@ -51,7 +51,7 @@ class Form:
 
 
 class GoneTensor(torch.Tensor):
-    """An argument inside of a block, whose memory has left. It answers questions about itself."""
+    """An argument inside of a block whose memory has left. Only its metadata can be read."""
 
     of_unit: ClassVar[str]
 
@@ -59,7 +59,7 @@ class GoneTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse whoever wants its values."""
+        """Refuse all functions but those that read metadata."""
         if func not in METADATA:
             raise UnsupportedError(
                 f"{cls.of_unit}: expected backward to find the block's arguments through autograd, but a hook or a "
@@ -71,7 +71,7 @@ class GoneTensor(torch.Tensor):
 
 
 def gone_class(where: str) -> type[GoneTensor]:
-    """Args: where: For errors."""
+    """Return the class of gone arguments of one unit. Args: where: For errors."""
     return type("GoneTensor", (GoneTensor,), {"of_unit": where, "__module__": __name__})
 
 
@@ -79,14 +79,14 @@ def without_values(tensors: Sequence[torch.Tensor], gone: type[GoneTensor]) -> N
     """Let go of the memory of leaves: what backward needs of them was saved."""
     for leaf in tensors:
         if leaf.requires_grad and leaf.grad_fn is None:
-            for tensor in (leaf, leaf._base):  # what it is a view of has the memory as well
+            for tensor in (leaf, leaf._base):  # the base of a view holds the memory as well
                 if tensor is not None:
                     let_go_of_values(tensor)
             leaf.__class__ = gone
 
 
 def let_go_of_values(tensor: torch.Tensor) -> None:
-    """Its memory goes if nobody else has it. Shape, node and version stay."""
+    """Let go of a tensor's memory, which goes if nothing else holds it. Shape, node and version stay."""
     tensor.data = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
@@ -94,7 +94,7 @@ KEEP = ", or is asked for inside of forward, for which a unit needs the policy k
 
 
 def drop_saved(where: str) -> Any:
-    """Hooks under which nothing is saved: the graph serves only to tell what needs a gradient."""
+    """Return hooks under which nothing is saved: the graph serves only to tell what needs a gradient."""
 
     def unpack(_: None) -> NoReturn:
         raise UnsupportedError(escaped(where, KEEP))
@@ -103,14 +103,14 @@ def drop_saved(where: str) -> Any:
 
 
 def save_weights_by_place(unit: Unit, where: str) -> Any:
-    """Hooks under which a weight in a slot is saved as its place: the slot will hold another unit by then."""
+    """Return hooks under which a weight in a slot is saved as its place: in backward the slot holds another unit."""
     if unit.ledger.cut.is_resident or unit.device_buffer() is None:
         return nullcontext()
     return hooks_on_saved(unit, *by_place(unit, where))
 
 
 def slot_of(unit: Unit) -> range:
-    """Addresses of weights that stand in a slot; none where they live on the device."""
+    """Return the addresses of a unit's weights in a slot; none if they live on the device."""
     buffer = None if unit.ledger.cut.is_resident else unit.device_buffer()
     if buffer is None:
         return range(0)
@@ -122,7 +122,7 @@ Pack = Callable[[torch.Tensor], Any]
 
 
 def hooks_on_saved(unit: Unit, pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Any:
-    """Have tensors packed that autograd saves. Of a wrapped weight the tensors inside are packed."""
+    """Return hooks that pack the tensors that autograd saves. Of a wrapped weight the tensors inside are packed."""
     if not unit.spec.is_quantized:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -142,34 +142,34 @@ class Inside(NamedTuple):
 
     wrapping: Wrapping
     tensors: list[Any]
-    """As they were packed."""
+    """The tensors inside, packed."""
 
     def again(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """The wrapper."""
+        """Make the wrapper again."""
         made: torch.Tensor = self.wrapping.around(map(unpack, self.tensors))
         return made
 
 
 def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Callable[[Any], torch.Tensor]]:
-    """The two hooks of ``save_weights_by_place``. Weights that live on the device are packed as other tensors are.
+    """Return the two hooks of ``save_weights_by_place``. Weights that live on the device are packed like other tensors.
 
     Args:
-        unit: Whose weights they are.
+        unit: The unit of the weights.
         where: For errors.
-        keeps: Other tensors are kept; else nothing is given for them.
+        keeps: Whether other tensors are kept; else None is returned for them.
     """
     slot = slot_of(unit)
 
     def pack(tensor: torch.Tensor) -> Any:
-        if tensor.is_neg():  # pending: nobody but torch can say of memory that it is to be negated
+        if tensor.is_neg():  # a pending negation, which cannot be laid over memory like size and strides
             tensor = tensor.resolve_neg()
         try:
             address = tensor.data_ptr()
-        except (NotImplementedError, RuntimeError):  # it has no memory of its own, such as a sparse one
+        except (NotImplementedError, RuntimeError):  # it has no memory of its own, as a sparse tensor
             address = 0
         if address in slot:
             return Placed(tensor, address - slot.start)
-        if not address and is_wrapped(tensor):  # that a block has put around a view of its weight, maybe
+        if not address and is_wrapped(tensor):  # the block may have put it around a view of its weight
             return Inside(Wrapping(tensor), [_packed(inner, slot) for inner in tensors_in(tensor)])
         if not keeps:
             return None
@@ -208,13 +208,13 @@ def _present_bytes(unit: Unit, where: str) -> torch.Tensor:
 
 
 class Kept(NamedTuple):
-    """A saved tensor that is no weight. Autograd itself checks versions only where nobody packs."""
+    """A saved tensor that is no weight. Autograd itself checks versions only of tensors that are not packed."""
 
     tensor: torch.Tensor
     version: int
 
     def unchanged(self, where: str) -> torch.Tensor:
-        """The tensor. Raises: UnsupportedError: It was changed in place since."""
+        """Return the tensor. Raises: UnsupportedError: It was changed in place since."""
         if version_of(self.tensor) != self.version:
             raise UnsupportedError(changed(self.tensor.shape, where))
         return self.tensor
@@ -236,17 +236,17 @@ class Cast:
         self.dtype, self.offset = tensor.dtype, tensor.storage_offset()
         self.size, self.stride = tensor.size(), tensor.stride()
         self.tensor: torch.Tensor | None = tensor.detach()
-        """Until the block has run, which may change the weight."""
+        """The cast itself, until the block has run: the block may still change the weight."""
         self.instead: Any = None
-        """As what it was saved after all."""
+        """The cast as it was saved after all, because the weight was changed."""
 
     def again(self) -> torch.Tensor:
-        """From the weight as it is now."""
+        """Make the cast from the weight as it is now."""
         return self.weight.detach().to(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 def changed(shape: Sequence[int], where: str) -> str:
-    """The error where autograd would say the same of a saved tensor."""
+    """Return the error for a saved tensor that was changed; autograd itself would say the same."""
     return (
         f"{where}: a tensor of shape {tuple(shape)} that its backward needs was changed in place after it was "
         "used; change a copy instead"
@@ -254,7 +254,7 @@ def changed(shape: Sequence[int], where: str) -> str:
 
 
 def escaped(where: str, or_else: str = "") -> str:
-    """The error where a gradient comes by a way that nobody follows. See [Note: ways in and out]."""
+    """Return the error for a gradient that comes by a way that is not followed. See [Note: ways in and out]."""
     return (
         f"{where}: expected gradients to come through its results, "
         f"but one came by a tensor that the block stored elsewhere (an attribute, a list, a hook){or_else}; "

@@ -16,26 +16,26 @@ Graph = tuple[Sequence[torch.Tensor], Sequence[Any]]
 
 
 class Saving(Protocol):
-    """What one call does with what autograd saves. Room that it has taken goes back with the object."""
+    """What one call does with what autograd saves. Room that it has taken is given back with the object."""
 
     may_drop: bool
-    """Whether it may come to a recompute."""
+    """Whether the call may be recomputed."""
     has_arguments: bool
-    """Whether it has the call's arguments in backward, or autograd keeps them. Known when forward is over."""
+    """Whether this object has the call's arguments in backward; else autograd keeps them. Known after forward."""
 
     @property
     def is_needed(self) -> bool:
-        """Whether backward needs this object. Known when forward is over."""
+        """Whether backward needs this object. Known after forward."""
 
     @property
     def is_kept(self) -> bool:
-        """Backward walks the graph of forward, as it looks now; else it runs the block again."""
+        """Whether, as it looks now, backward walks the graph of forward; else it runs the block again."""
 
     def hooks(self) -> Any:
-        """To run the block under, with its weights bound."""
+        """Return the hooks to run the block under, with its weights bound."""
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
-        """Forward is over. Returns what backward begins with; None: it is recomputed.
+        """End forward. Returns what backward begins with; None: the call is recomputed.
 
         Args:
             inner: The arguments inside of the block.
@@ -44,61 +44,61 @@ class Saving(Protocol):
         """
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Results that must not be changed in place outside."""
+        """Return indices of results that must not be changed in place outside."""
 
     def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        """Watched results as they were handed out, with their versions then: those that somebody else has to watch."""
+        """Take watched results as they were handed out, and their versions then. Returns those the call must watch."""
 
     def begin_backward(self) -> None:
-        """The graph is walked now."""
+        """Begin a backward: the graph is walked now."""
 
     def arguments(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Of the call, where it is recomputed. Args: saved: What autograd has kept of them."""
+        """Return the arguments of a recomputed call. Args: saved: What autograd has kept of them."""
 
     def again(self, hooks: Any) -> Any:
-        """To run the block again under. Args: hooks: What is to be entered besides."""
+        """Return the context to run the block again under. Args: hooks: A context that is entered, too."""
 
     def release(self) -> None:
-        """The graph is there for the last time: what it was made from is not needed any more."""
+        """Let go of what the graph is made from: it was made for the last time."""
 
     def end_backward(self, *, is_over: bool) -> None:
-        """It was walked. Args: is_over: And will not be again."""
+        """End a backward: the graph was walked. Args: is_over: Whether it will not be walked again."""
 
 
 class SavingBase:
-    """What most do."""
+    """What most kinds of ``Saving`` do."""
 
     has_arguments = False
 
     @property
     def is_needed(self) -> bool:
-        """It is."""
+        """True: backward needs it."""
         return True
 
     def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        """All."""
+        """Return all results: the call must watch them."""
         return results
 
     def begin_backward(self) -> None:
-        """All is where it is wanted."""
+        """Do nothing: all is where it is needed."""
 
     def arguments(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Autograd has kept them."""
+        """Return what autograd has kept."""
         return saved
 
     def again(self, hooks: Any) -> Any:
-        """Nothing besides."""
+        """Return ``hooks`` alone."""
         return hooks
 
     def release(self) -> None:
-        """It goes with the graph."""
+        """Do nothing: all goes with the graph."""
 
     def end_backward(self, *, is_over: bool) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class KeptGraph(SavingBase):
-    """All is kept."""
+    """Keeps the whole graph."""
 
     is_kept, may_drop = True, False
 
@@ -115,11 +115,11 @@ class KeptGraph(SavingBase):
         return inner, edges_of(made)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Results that the graph needs unchanged."""
+        """Return indices of results that the graph needs unchanged."""
         return range(len(made)) if self._saved is None else self._saved
 
     def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        """Their versions alone: what comes next may send them away."""
+        """Return all results without their memory, for their versions alone: later calls may send the memory away."""
         for tensor, _ in results:
             if storage_of(tensor):
                 let_go_of_values(tensor)
@@ -127,18 +127,18 @@ class KeptGraph(SavingBase):
 
 
 def edges_of(made: Sequence[torch.Tensor]) -> list[Any]:
-    """Where backward enters the graph, without the results themselves."""
+    """Return where backward enters the graph, without the results themselves."""
     return [torch.autograd.graph.get_gradient_edge(t) for t in made]
 
 
 class Dropped(SavingBase):
-    """Nothing is kept."""
+    """Keeps nothing."""
 
     is_kept, may_drop = False, True
 
     @property
     def is_needed(self) -> bool:
-        """It has nothing."""
+        """False: it has nothing."""
         return False
 
     def __init__(self, where: str) -> None:
@@ -153,5 +153,5 @@ class Dropped(SavingBase):
         """See ``Saving``."""
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """None: recompute makes them again."""
+        """Return no results: recompute makes them again."""
         return ()

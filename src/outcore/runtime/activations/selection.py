@@ -14,19 +14,19 @@ from outcore.torch_private import TorchDispatchMode, pytree
 
 
 class Selection:
-    """What operations that may be dear gave in one forward, in their order."""
+    """Results of one forward's operations that may be dear, in their order."""
 
     def __init__(self, where: str) -> None:
         """Args: where: For errors."""
         self._where = where
         self.calls: list[tuple[Any, Any]] = []
-        """Operation, and its result; None: it is run again. Tensors, later as they were packed."""
+        """Each operation and its result; None: it is run again. Tensors of results are packed when forward is over."""
         self._changed: set[int] = set()
         """Addresses of memory that the block has written in place. Versions do not tell all: ``data`` has its own."""
         self._unpack: Callable[[Any], torch.Tensor] = _never
 
     def forward(self) -> TorchDispatchMode:
-        """To run the block under."""
+        """Return the mode to run the block under."""
         return _Selecting(self.calls, self._changed)
 
     def end(
@@ -35,15 +35,15 @@ class Selection:
         pack: Callable[[torch.Tensor], Any],
         unpack: Callable[[Any], torch.Tensor],
     ) -> bool:
-        """Forward is over. What results share memory with is left out: whoever has them may change them.
+        """End forward. What shares memory with the block's results is left out: these may be changed outside.
 
         Args:
-            made: Results.
+            made: Results of the block.
             pack: Stores a tensor.
             unpack: Gives it back in backward.
 
         Returns:
-            False if the block has changed in place what was to be saved; then nothing is.
+            False if the block has changed in place what was to be saved; then nothing is saved.
         """
         outside = {storage_of(t) for t in made}
         packed: list[tuple[Any, Any]] = []
@@ -59,12 +59,12 @@ class Selection:
         return True
 
     def again(self) -> TorchDispatchMode:
-        """To run it again under."""
+        """Return the mode to run the block again under."""
         return _HandingOut(self.calls, self._unpack, self._where)
 
 
 class _Made:
-    """A result."""
+    """A tensor of a result."""
 
     __slots__ = ("tensor",)
 
@@ -73,7 +73,7 @@ class _Made:
 
 
 class _Packed:
-    """A result that was packed."""
+    """A tensor of a result, packed."""
 
     __slots__ = ("content",)
 
@@ -93,13 +93,13 @@ class _Selecting(TorchDispatchMode):
         if may_be_dear(func):
             kept = pytree.tree_map_only(torch.Tensor, _Made, result) if is_dear(func, args, kwargs, result) else None
             self._calls.append((func, kept))
-            # What was there before is gone.
+            # A result is new memory: what was written at its address before is gone.
             self._changed.difference_update(storage_of(t) for t in _tensors(result))
         return result
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Arguments that an operation changes."""
+    """Yield the arguments that an operation changes."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return

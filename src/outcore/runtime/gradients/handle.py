@@ -1,8 +1,8 @@
 """Gradient handles: what stands on ``p.grad`` while the gradient itself is on its way home, or rests there.
 
-A handle answers for the gradient's norm, takes part in clipping and loss scaling as a remembered factor, and can be
-zeroed, all without the gradient being moved. So ``torch.nn.utils.clip_grad_norm_``, ``GradScaler`` and every way of
-zeroing work unchanged. Any other use fetches the gradient, see [Note: on demand].
+A handle gives the gradient's norm, remembers factors from clipping and loss scaling, and can be zeroed, all without
+moving the gradient. So ``torch.nn.utils.clip_grad_norm_``, ``GradScaler`` and every way of zeroing work unchanged. Any
+other use fetches the gradient, see [Note: on demand].
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class GradHandle(DistantTensor):
     """Stands for a gradient: shape, dtype and device of the parameter, no storage.
 
     Attributes:
-        index: Of the parameter among its unit's trainable ones.
+        index: Index of the parameter among its unit's trainable ones.
         factors: 0-dim tensors by which the gradient is to be multiplied, in order.
         averaging: With several ranks the factor that makes the sum over them a mean. It comes before the others.
-        exact: A factor by which the norm may be multiplied instead, and its value.
-        is_zero: It was zeroed in place; the stored bytes no longer count.
-        is_lost: It is not whole, and can only be set to None.
+        exact: A factor that may multiply the norm in place of the gradient, and its value.
+        is_zero: Whether it was zeroed in place; the stored bytes then no longer count.
+        is_lost: Whether it is incomplete; it can then only be set to None.
     """
 
     index: int  # type: ignore[assignment]  # torch.Tensor inherits a method of that name
@@ -43,21 +43,21 @@ class GradHandle(DistantTensor):
     owner: UnitGradients
 
     def __init__(self, like: torch.Tensor, device: torch.device, owner: UnitGradients, index: int) -> None:
-        """Args: like, device: See ``DistantTensor``. owner: Keeps the gradient. index: Of the parameter."""
+        """Args: like, device: See ``DistantTensor``. owner: Keeps the gradient. index: The parameter's."""
         self.owner, self.index, self.factors, self.is_zero, self.is_lost = owner, index, [], False, False
         self.exact = None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Name and shape: the values are elsewhere."""
+        """Show name and shape: the values are elsewhere."""
         return f"GradHandle('{self.owner.gradient_name(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
     def norm_scale(self) -> float | None:
-        """What to multiply the stored gradient's norm by to have that times the factors; None if that may round."""
+        """The factor that makes the stored gradient's norm that of the scaled gradient; None if that may round."""
         return self.exact[1] if self.exact and len(self.factors) == 1 and self.factors[0] is self.exact[0] else None
 
     def fetch(self) -> torch.Tensor:
-        """A copy, on the device."""
+        """Return a copy, on the device."""
         return self.owner.gradient_value(self).clone().as_strided(self.shape, self.stride())
 
     def store(self, value: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class GradHandle(DistantTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Serve what loops do to gradients where they are, the rest on their values."""
+        """Serve what loops do to gradients where these rest; run any other operation on their values."""
         serve, is_ours = _SERVED.get(func), False
         for handle in args[0] if isinstance(args[0], list) else args[:1]:
             if isinstance(handle, GradHandle):
@@ -109,7 +109,7 @@ def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
         return handle.multiply(1.0 / divisor)
 
     def divide(gradient: torch.Tensor) -> torch.Tensor:
-        """Wherever the gradient rests; a divisor may be on the device."""
+        """Divide the gradient wherever it rests; the divisor may be on the device."""
         return gradient.div_(divisor.to(gradient.device) if isinstance(divisor, torch.Tensor) else divisor)
 
     handle.owner.change_gradient(handle, divide)
@@ -140,10 +140,11 @@ def _add(handle: GradHandle, more: torch.Tensor, *, alpha: float = 1) -> GradHan
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Only gradients that no finite norm proves to be finite are looked at. The host waits for the device once at most.
+    """Unscale gradients, and look for infinities in those that no finite norm proves to be finite.
 
-    Multiplied by a power of two, gradients have their norm times it, to the bit: no partial sum of squares that rounds
-    for being tiny counts beside a norm of ``_LEAST_NORM``. What the host learns of ``found_inf`` it keeps for the step.
+    The host waits for the device once at most. A power of two multiplies a gradient's norm to the bit: partial sums of
+    squares that are so tiny that they round do not count beside a norm of ``_LEAST_NORM``. The host keeps what it
+    learns of ``found_inf`` for the step.
     """
     plain = [g for g in gradients if not isinstance(g, GradHandle)]
     if plain:
@@ -176,7 +177,7 @@ def _look_for_infinities(handle: GradHandle, found_inf: torch.Tensor) -> None:
 
 
 def _each(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Serve an operation on a list of gradients, some of which may be plain tensors, one by one."""
+    """Serve an operation on a list of gradients one by one. Some of them may be plain tensors."""
 
     def serve(gradients: Sequence[torch.Tensor], *args: Any) -> Any:
         return [operation(gradient, *args) for gradient in gradients]

@@ -1,4 +1,4 @@
-"""Gradients at rest: sent home, accumulated there, read back when somebody needs their value.
+"""Gradients at rest: sent home, accumulated there, and read back when a value is needed.
 
 See [Note: a gradient's way].
 """
@@ -37,27 +37,27 @@ class PassWork:
         device: Device,
         run_all: RunAll,
     ) -> None:
-        """What is to be sent home.
+        """Prepare to send a pass home.
 
         Args:
-            gradients: Of the unit; its form is kept up to date.
+            gradients: Those of the unit; their form is kept up to date.
             current: The pass. Its bucket or loose tensors are written; loose ones are kept alive until they have left.
-            held: Gradients already at home that count; those also in the pass are added to.
-            device: Where they are.
-            run_all: Who accumulates in host memory.
+            held: Gradients at home that count. The pass is added to them where it has a gradient, too.
+            device: Where the pass is.
+            run_all: Runs sums in host memory.
         """
         self._gradients, self._current, self._held = gradients, current, held
         self._unit, self._device, self._run_all = gradients.unit, device, run_all
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the pass gave."""
+        """Bytes that the pass gave."""
         if self._unit.ledger.bucket is not None:
             return self._unit.spec.bucket_bytes
         return sum(grad.nbytes for grad in self._current.loose.values())
 
     def leave(self, target: Span) -> Callable[[], None]:
-        """Copy them to host memory in native form."""
+        """Return the copy to host memory, in native form."""
         unit, buffer, bucket = self._unit, target.memory, self._unit.ledger.bucket
         if bucket is not None:
             copies = [(buffer.bytes, bucket.slot.span(target.nbytes).memory.bytes)]
@@ -74,11 +74,11 @@ class PassWork:
         return deed
 
     def landed(self) -> None:
-        """They are what is at home, as autograd made them."""
+        """Note that what is at home has the form in which autograd made it."""
         self._gradients.is_native = True
 
     def add_on_device(self) -> None:
-        """Add them to what lives on the device."""
+        """Add the pass to what lives on the device."""
         unit, current, held = self._unit, self._current, self._held
         views, specs = unit.views.update(unit.ledger.gradients.memory), unit.spec.params
         first = [i for i in current.loose if i not in held]
@@ -89,7 +89,7 @@ class PassWork:
         self._gradients.is_native = False
 
     def add_on_host(self, landing: Span, target: Span) -> Callable[[], None]:
-        """Add what landed to what is at home, scaled as it was meant to be."""
+        """Return the work that adds what landed to what is at home. Pending factors are applied to the latter first."""
         unit, held, present = self._unit, self._held, self._current.present
         was_native, self._gradients.is_native = self._gradients.is_native, False
         factors = {i: [f.to("cpu") for f in held[i].factors] for i in present if i in held}
@@ -117,19 +117,19 @@ class GradientHomes:
     def __init__(self, tiers: Tiers, pools: Pools[Handle], device: Device, run_all: RunAll = run_here) -> None:
         """Nothing is allocated: homes and slots exist.
 
-        Args: run_all: Who accumulates in host memory.
+        Args: run_all: Runs sums in host memory.
         """
         self._tiers, self._pools, self._device, self._run_all = tiers, pools, device, run_all
 
     def work(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> PassWork:
-        """What is done to send a pass home. See ``PassWork``."""
+        """Return what is done to send a pass home. See ``PassWork``."""
         return PassWork(gradients, current, held, self._device, self._run_all)
 
-    # Values, for what cannot be answered otherwise.
+    # Values, for operations that cannot be served without them.
 
     @torch.no_grad()
     def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
-        """A gradient times its factors, on the device (1D, update dtype). Slow where it is not there: it is fetched."""
+        """Return a gradient times its factors, on the device (1D, update dtype). Slow if it must be fetched."""
         unit, i = gradients.unit, handle.index
         dtype = unit.gradient_form.update_dtypes[i]
         if handle.is_zero:
@@ -141,19 +141,19 @@ class GradientHomes:
         return value
 
     def _stored(self, gradients: UnitGradients, index: int) -> torch.Tensor:
-        """One gradient as it is stored (1D), or what is here of it."""
+        """Return one gradient as it is stored (1D), or the part of it that this rank has."""
         if gradients.unit.plan.gradients == "disk":
             return self._read_one(gradients, index)
         with self._at_hand(gradients.unit, is_write=False) as home:
             return gradients.stored_views(home)[index]
 
     def all_stored(self, gradients: UnitGradients) -> list[torch.Tensor]:
-        """All gradients of a unit as they are stored (1D), in one look; from disk as a copy."""
+        """Return all gradients of a unit as they are stored (1D), at once; from disk as a copy."""
         with self._at_hand(gradients.unit, is_write=False) as home:
             return gradients.stored_views(home)
 
     def _read_one(self, gradients: UnitGradients, index: int) -> torch.Tensor:
-        """One gradient as it is stored, straight from disk. Memory: host, that gradient."""
+        """Read one gradient as it is stored, straight from disk. Memory: host, that gradient."""
         unit, spec = gradients.unit, gradients.unit.spec
         part = (spec.bucket_parts if gradients.is_native else spec.update_parts)[index]
         home = unit.ledger.gradients
@@ -180,7 +180,7 @@ class GradientHomes:
 
     @torch.no_grad()
     def replace(self, gradients: UnitGradients, handle: GradHandle, value: torch.Tensor) -> None:
-        """Store another value (1D): it has no factors and is not zeroed."""
+        """Store another value (1D), without factors and not zeroed."""
         gradients.norms.pop(handle.index, None)
         with self._in_update_form(gradients) as views:
             views[handle.index].copy_(value)
@@ -189,7 +189,7 @@ class GradientHomes:
 
     @contextmanager
     def _in_update_form(self, gradients: UnitGradients) -> Iterator[list[torch.Tensor]]:
-        """All gradients of a unit, to be changed."""
+        """Yield all gradients of a unit in update form, to be changed."""
         unit = gradients.unit
         with self._at_hand(unit, is_write=True) as home:
             if gradients.is_native:
@@ -199,7 +199,7 @@ class GradientHomes:
 
     @contextmanager
     def _at_hand(self, unit: Unit, *, is_write: bool) -> Iterator[Buffer]:
-        """The gradients' home, or a copy that is written back; host and compute come after its last writer."""
+        """Yield the gradients' home, or a copy that is written back. Host and compute come after its last writer."""
         home = unit.ledger.gradients
         after = home.before_write() if is_write else home.before_read()
         regions: list[Region] = [] if home.memory is None else [home.memory.region]
@@ -227,7 +227,7 @@ class GradientHomes:
 
 
 def _add(source: torch.Tensor, target: torch.Tensor, factors: list[torch.Tensor]) -> None:
-    """Scale what is there as it was meant to be, then add in the update dtype."""
+    """Apply pending factors to what is there, then add in the update dtype."""
     for factor in factors:
         target.mul_(factor)
     factors.clear()
@@ -237,8 +237,8 @@ def _add(source: torch.Tensor, target: torch.Tensor, factors: list[torch.Tensor]
 def promote(unit: Unit, buffer: Buffer, indices: Sequence[int], run_all: RunAll = run_here) -> None:
     """Change gradients from native to update form in place.
 
-    Backwards, so that nothing is overwritten before it is read: a parameter's place in the update layout never begins
-    before its place in the weights layout.
+    It goes from the last parameter to the first, so that nothing is overwritten before it is read: a parameter's place
+    in the update layout never begins before its place in the weights layout.
     """
     if unit.gradient_form.is_one:
         return

@@ -16,19 +16,19 @@ from outcore.runtime.gradients.handle import GradHandle
 if TYPE_CHECKING:
     from outcore.runtime.gradients.ranked import RankedHomes, RankedUnitGradients
 
-_CHUNK_NUMEL = 2**16  # what it takes in float64 stays in cache
+_CHUNK_NUMEL = 2**16  # in float64 a chunk stays in cache
 
 
 class RankNorms:
-    """The norm of every gradient that is held. Whoever asks for one makes all known, on all ranks."""
+    """The norm of every gradient that is held. Asking for one makes all known, on all ranks."""
 
     def __init__(self, units: Sequence[RankedUnitGradients], homes: RankedHomes, world: World) -> None:
-        """Args: units: With trainable parameters, in the same order on all ranks."""
+        """Args: units: Those with trainable parameters, in the same order on all ranks."""
         self._units, self._homes, self._world = units, homes, world
         self._known: dict[GradHandle, tuple[object, torch.Tensor]] = {}
 
     def of(self, handle: GradHandle) -> torch.Tensor:
-        """Of one gradient, as the user sees it. A collective, unless it is known."""
+        """Return the norm of one gradient, as the user sees it. A collective, unless it is known."""
         known = self._known.get(handle)
         if known is None or known[0] != _state(handle):
             self._take_all()
@@ -62,7 +62,7 @@ class RankNorms:
             self._known[handle] = _state(handle), exact[i] if is_double else rounded[i]
 
     def _sums(self, gradients: RankedUnitGradients, handles: Sequence[GradHandle]) -> list[torch.Tensor]:
-        """Sums of the subtrees that are here, by gradient."""
+        """Return sums of the subtrees that this rank has, by gradient."""
         spec, wanted = gradients.unit.spec, [handle for handle in handles if not handle.is_zero]
         if not wanted:
             return []
@@ -94,7 +94,7 @@ def _take(values: torch.Tensor, factors: Sequence[torch.Tensor], room: torch.Ten
 
 
 def _blocks(gradients: RankedUnitGradients, handle: GradHandle, rank: int) -> tuple[int, int, int]:
-    """First and last block of a rank, and how many the parameter has."""
+    """Return the first block of a rank, the one behind its last, and how many blocks the parameter has."""
     spec = gradients.unit.spec
     first, numel = spec.owned(rank)[handle.index]
     start = first // CUT_NUMEL

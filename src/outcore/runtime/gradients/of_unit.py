@@ -27,25 +27,25 @@ class Pass:
     """What one backward pass has given a unit so far: in its bucket, or loose."""
 
     num_expected: int
-    """Parameters that autograd will reach."""
+    """Number of parameters that autograd will reach."""
     present: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
-    """Parameters that nothing more will come for."""
+    """Parameters for which no more gradients will come."""
     loose: dict[int, torch.Tensor] = field(default_factory=dict)
     made: Handle | None = None
-    """Behind the compute that wrote them."""
+    """Mark behind the compute that wrote the gradients."""
     stream: str = ""
-    """Where that was: not always the stream on which the pass is closed."""
+    """The stream of that compute, not always the one on which the pass is closed."""
 
 
 class UnitGradients:
     """Bookkeeping of one unit, and the owner of the handles on ``p.grad``.
 
     Attributes:
-        handles: By parameter index. A gradient is held while its handle is what ``p.grad`` says.
+        handles: Handles by parameter index. A gradient is held as long as its handle is on ``p.grad``.
         norms: 2-norms of held gradients as stored, where known.
-        is_native: The home holds the sums of one pass in the weights layout, not yet the update layout.
-        has_bucket: A pass collects them in a bucket, if there is room; else in loose tensors.
+        is_native: Whether the home holds the sums of one pass in the weights layout, not yet the update layout.
+        has_bucket: Whether a pass collects gradients in a bucket, if there is room; else in loose tensors.
         num_passes: Backward passes since the last step.
         counted_pass: The pass that was counted last.
         open: The pass that is running.
@@ -53,11 +53,11 @@ class UnitGradients:
     """
 
     def __init__(self, unit: Unit, store: Gradients, home: GradientHomes) -> None:
-        """Hold nothing.
+        """Begin without gradients.
 
         Args:
-            unit: Whose they are.
-            store: Those of all units.
+            unit: The unit.
+            store: Gradients of all units.
             home: Has the values.
         """
         self.unit, self.store, self._home = unit, store, home
@@ -71,16 +71,16 @@ class UnitGradients:
         self.version = 0
 
     def held_handles(self) -> dict[int, GradHandle]:
-        """The handles on ``p.grad`` of the parameters whose gradients are held, zeroed ones included.
+        """Return the handles on ``p.grad`` of the parameters whose gradients are held, zeroed ones included.
 
         Raises:
-            UnsupportedError: Somebody put a tensor of their own there.
+            UnsupportedError: The user has put another tensor there, or a gradient is incomplete.
         """
         held: dict[int, GradHandle] = {}
         for i, param in enumerate(self.unit.params[: self.unit.num_trainable]):
             grad, handle = param.grad, self.handles.get(i)
             if grad is None:
-                self.handles.pop(i, None)  # put back later it would stand for bytes that may be overwritten by then
+                self.handles.pop(i, None)  # put back later, it would stand for bytes that may be overwritten by then
             elif isinstance(grad, GradHandle) and grad.is_lost:
                 self.refuse_lost(grad)
             elif handle is None or grad is not handle:
@@ -94,15 +94,15 @@ class UnitGradients:
         return held
 
     def stored_views(self, buffer: Buffer) -> list[torch.Tensor]:
-        """All gradients as they are stored now (1D), in ``buffer``: the home or a copy of it."""
+        """Return all gradients as they are stored now (1D), in ``buffer``: the home or a copy of it."""
         return self.unit.views.bucket(buffer) if self.is_native else self.unit.views.update(buffer)
 
     def gradient_name(self, handle: GradHandle) -> str:
-        """Name of the parameter."""
+        """Return the name of the parameter."""
         return self.unit.spec.params[handle.index].name
 
     def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
-        """Norm as the plain loop takes it: by the device's kernel, over the accumulated and scaled gradient."""
+        """Return the norm as the plain loop takes it: by the device's kernel, over the accumulated, scaled gradient."""
         if not self.store.clipping:
             raise ConfigError(
                 "expected no gradient norm after outcore.prepare(..., clipping=False), "
@@ -122,17 +122,17 @@ class UnitGradients:
         return norm
 
     def _take_norms_on_device(self) -> None:
-        """Those that are not known: whoever asks for one will ask for the others."""
+        """Take all norms that are not known: a caller that asks for one will ask for the others."""
         stored = self._home.all_stored(self)
         wanted = [i for i, h in self.handles.items() if i not in self.norms and not h.is_zero and not h.factors]
         self.norms.update(zip(wanted, kernels.norms([stored[i] for i in wanted]), strict=True))
 
     def known_norm(self, handle: GradHandle) -> torch.Tensor | None:
-        """The norm as stored, where it is that of the handle too."""
+        """Return the stored gradient's norm if it is known and that of the handle, too."""
         return None if handle.factors or handle.is_zero else self.norms.get(handle.index)
 
     def gradient_value(self, handle: GradHandle) -> torch.Tensor:
-        """The gradient as the user sees it, on the device (1D, in the order of memory)."""
+        """Return the gradient as the user sees it, on the device (1D, in the order of memory)."""
         self._refuse_stale(handle)
         return self._home.value(self, handle).to(handle.dtype)
 
@@ -143,7 +143,7 @@ class UnitGradients:
         self._home.replace(self, handle, flat(self.unit.spec.params[handle.index], value))
 
     def lose(self) -> None:
-        """A backward ended in an exception while the unit was at it: no gradient of it can be trusted."""
+        """Mark all gradients of the unit as lost: a backward that was at it ended in an exception."""
         for i, param in enumerate(self.unit.params[: self.unit.num_trainable]):
             if param.shape != self.unit.spec.params[i].shape:  # resized, which the step will refuse
                 continue
@@ -152,7 +152,7 @@ class UnitGradients:
             param.grad = handle
 
     def refuse_lost(self, handle: GradHandle) -> None:
-        """Raise for a gradient that is not whole."""
+        """Raise for a gradient that is incomplete."""
         raise UnsupportedError(
             "backward ended in an exception; call optimizer.zero_grad() first (expected whole gradients, but that of "
             f"'{self.gradient_name(handle)}' may be a part only)"
@@ -168,7 +168,7 @@ class UnitGradients:
             )
 
     def add_to_gradient(self, handle: GradHandle, more: torch.Tensor) -> bool:
-        """Autograd accumulates by itself: a parameter used outside of its unit. False outside of a backward."""
+        """Take what autograd itself adds for a parameter used outside of its unit. False outside of a backward."""
         if current_task() < 0:
             return False
         self.store.deposit(self.unit, self.unit.gradient_form.native({handle.index: more}))

@@ -1,9 +1,9 @@
-"""Tensors whose bytes are elsewhere: what reads one fetches its value, what changes one in place writes it back.
+"""Tensors whose bytes are elsewhere: reading one fetches its value, changing one in place writes it back.
 
 [Note: on demand] Such a tensor stands where a plain loop has an ordinary one: a gradient on ``p.grad``, a state in
 ``optimizer.state``. An operation runs on a copy of the value, so its result is the plain one. A view is followed back
-to what it is a view of, so ``t[0] = 0`` and ``t.view(-1).mul_(2)`` change what is stored. It is slow, since every
-operation fetches and writes anew; what loops do all the time is served without (``grad_handle``).
+to what it is a view of, so ``t[0] = 0`` and ``t.view(-1).mul_(2)`` change what is stored. This is slow, since every
+operation fetches and writes anew. What loops do all the time is served without it (``gradients.handle``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DistantTensor(torch.Tensor):
 
     @abc.abstractmethod
     def fetch(self) -> torch.Tensor:
-        """A copy of the value, on ``device``."""
+        """Return a copy of the value, on ``device``."""
 
     @abc.abstractmethod
     def store(self, value: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ class DistantTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """Itself: it has no history."""
+        """The tensor itself: it has no history."""
         return self
 
     @data.setter
@@ -45,17 +45,17 @@ class DistantTensor(torch.Tensor):
         self.copy_(value)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy, which cannot be written to: what is stored would not follow."""
+        """Return a copy that cannot be written to: what is stored would not follow."""
         array = self.fetch().numpy(force=force)
         array.flags.writeable = False
         return array
 
     def tolist(self) -> Any:
-        """The value."""
+        """Return the value as a list."""
         return self.fetch().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """An ordinary tensor."""
+        """Return an ordinary tensor."""
         memo[id(self)] = copied = self.fetch()
         return copied
 
@@ -81,7 +81,7 @@ class _View(DistantTensor):
         self._of, self._take = base, take
 
     def fetch(self) -> torch.Tensor:
-        """The same part of a copy."""
+        """Return the same part of a copy."""
         return cast("torch.Tensor", self._take(self._of.fetch()))
 
     def store(self, value: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class _View(DistantTensor):
 
 @torch.no_grad()
 def on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation some of whose arguments are distant tensors. See [Note: on demand]."""
+    """Run an operation that has distant tensors among its arguments. See [Note: on demand]."""
     if args and isinstance(args[0], DistantTensor) and any(_is_alias(r) for r in func._schema.returns):
         return _views(func, args[0], args[1:], kwargs)
     fetched: dict[int, torch.Tensor] = {}
@@ -118,7 +118,7 @@ def _is_alias(value: Any) -> bool:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that an operation changes in place."""
+    """Yield the arguments that an operation changes in place."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -144,5 +144,5 @@ class _Part:
         self._take_all, self._number = take, number
 
     def __call__(self, value: torch.Tensor) -> Any:
-        """Make it."""
+        """Make this view."""
         return self._take_all(value)[self._number]

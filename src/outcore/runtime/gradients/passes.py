@@ -1,11 +1,11 @@
 """Gradients on the move: collected per backward pass, sent home when the pass is over for their unit.
 
-[Note: a gradient's way] Within one backward pass the gradients of a unit are summed as autograd itself would, in the
-dtype in which it makes them. The sum is in a *bucket* on the device. The root, and units whose gradients live on the
-device, need no bucket: there it is in loose tensors. Autograd reaches all parameters of a unit after all calls of the
-unit. Then the pass is *closed* for it: norms are taken, and the sum goes home. The first micro-batch lands there as it
-is (*native* form, the weights layout); a second one is added in the update dtype (*update* form). ``p.grad`` then is a
-handle; setting it to None, or zeroing it, makes the next gradient the first again.
+[Note: a gradient's way] Within one backward pass the gradients of a unit are summed as autograd itself would sum them,
+in the dtype in which it makes them. The sum is in a *bucket* on the device. The root, and units whose gradients live on
+the device, need no bucket: their sum is in loose tensors. Autograd reaches all parameters of a unit after all calls of
+the unit. Then the pass is *closed* for the unit: norms are taken, and the sum goes home. The first micro-batch lands
+there as it is (*native* form, the weights layout); a second one is added in the update dtype (*update* form).
+``p.grad`` is a handle from then on. Setting it to None, or zeroing it, makes the next gradient the first again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from outcore.torch_private import at_end_of_task, copy_each, current_task
 
 
 class Gradients:
-    """All gradients of a model during backward; ``homes`` has them afterwards."""
+    """All gradients of a model during backward; ``GradientHomes`` has them afterwards."""
 
     takes_gradients = True
     _of_unit: type[UnitGradients] = UnitGradients
@@ -51,9 +51,16 @@ class Gradients:
         *,
         clipping: bool,
     ) -> None:
-        """Args: resting: Where gradients are.
+        """Begin without gradients.
 
-        accumulation_steps: Micro-batches per step, if promised. clipping: False promises no norms.
+        Args:
+            units: All units.
+            order: Submits what a pass needs.
+            device: The one that computes.
+            resting: Where gradients rest.
+            accumulation_steps: Micro-batches per step, if promised.
+            recovery: Learns how to notice a broken pass, and how to forget it.
+            clipping: False promises that no norms are asked for.
         """
         self._order, self._device, self._resting = order, device, resting
         self._accumulation_steps, self.clipping = accumulation_steps, clipping
@@ -62,7 +69,7 @@ class Gradients:
         recovery.signs.append(self._notice)
         recovery.parts.append(self._reset)
         self._tasks: dict[int, weakref.ref[object]] = {}
-        """Of autograd, and what it calls at the end of each and nobody else holds: it lives as long as the task."""
+        """Autograd's tasks, each with its end callback. Autograd alone holds that, so it lives as long as the task."""
         self._breaking_off = threading.RLock()  # by autograd's thread, or by the one that notices first
         self._num_passes = 0
         self._last_factor: tuple[torch.Tensor, int, torch.Tensor] | None = None
@@ -73,7 +80,7 @@ class Gradients:
         """What ``GradScaler`` found in the gradients of the last pass, if the host knows."""
 
     def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
-        """Copy a factor; clipping multiplies all gradients by one, so one copy serves them all."""
+        """Copy a factor. Clipping multiplies all gradients by the same one, so one copy serves all."""
         known = self._last_factor
         if known is None or known[0] is not factor or known[1] != factor._version:
             known = self._last_factor = (factor, factor._version, factor.detach().clone().reshape(()))
@@ -102,7 +109,7 @@ class Gradients:
             raise
 
     def begin(self, unit: Unit) -> None:
-        """The backward of a unit begins: an exception in it leaves gradients of the unit that are not whole."""
+        """Note that the backward of a unit begins: an exception in it leaves the unit's gradients incomplete."""
         try:
             self._join_pass(self.of[unit.name])
         except BaseException:
@@ -110,9 +117,10 @@ class Gradients:
             raise
 
     def hook(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when it has reached a parameter: once in a pass, after all that gives it a gradient.
+        """Return what autograd calls when it reaches a parameter: once in a pass, after all that gives it a gradient.
 
-        ``p.grad`` is a tensor there if autograd itself made it: of the root, or read outside of its unit.
+        ``p.grad`` is an ordinary tensor then if autograd itself accumulated: for a parameter of the root, or one that
+        was read outside of its unit.
         """
         gradients, spec = self.of[unit.name], unit.spec.params[index]
         dtype = torch_dtype(spec.dtype)
@@ -150,13 +158,13 @@ class Gradients:
         )
 
     def refuse_unfinished(self) -> None:
-        """Raise in a step whose gradients are not all where it will look for them."""
+        """Raise if gradients of a step are not where the step will look for them."""
 
     def zero(self) -> None:
-        """The optimizer zeroes what is on ``p.grad``: what is not there yet goes with it."""
+        """Drop gradients that are not on ``p.grad`` yet: the optimizer zeroes those that are."""
 
     def after_step(self) -> None:
-        """A new accumulation window begins."""
+        """Begin a new accumulation window."""
         for gradients in self.of.values():
             gradients.num_passes = 0
         self._last_factor = None
@@ -190,22 +198,25 @@ class Gradients:
             raise
 
     def _notice(self) -> None:
-        """Outside of a backward none is left: autograd's thread may let go of one that an exception ended later."""
+        """Break off the pass if an exception has ended a task of it. Outside of a backward no task may be left.
+
+        Autograd's thread may let go of such a task only later.
+        """
         if self._tasks:
             with self._breaking_off:
                 if self._tasks and (current_task() < 0 or any(end() is None for end in self._tasks.values())):
                     self.break_off()
 
     def end_without_callback(self, task: int) -> None:
-        """Autograd's task is gone. If its end was never called it ended in an exception."""
+        """Break off the pass if a task is gone whose end was never called: it ended in an exception."""
         with self._breaking_off:
             if task in self._tasks:
                 self.break_off()
 
     def break_off(self) -> None:
-        """End the pass after an exception: units that it was at have lost their gradients, and none of them is whole.
+        """End the pass after an exception. Units that it was at lose their gradients: all may be incomplete.
 
-        A plain loop keeps those that were there. Which ones they were inside of a block nobody knows afterwards.
+        A plain loop keeps those that were complete. Inside of a block it is not known afterwards which ones these were.
         """
         with self._breaking_off:
             self._recovery.is_due = True
@@ -245,7 +256,7 @@ class Gradients:
             views[i].add_(grads[i])
 
     def _make_room(self, pool: SlotPool[Handle]) -> None:
-        """Units that are called again later hold all buckets of a pool."""
+        """Close a unit to free its bucket: units that are called again later hold all buckets of a pool."""
         taken = ((g, g.unit.ledger.bucket) for g in self._open.values())
         self._close(next(g for g, bucket in taken if bucket is not None and bucket.pool is pool))
 
@@ -257,7 +268,7 @@ class Gradients:
             return
         unit = gradients.unit
         held = {i: handle for i, handle in gradients.held_handles().items() if not handle.is_zero}
-        self._count_pass(gradients, is_first=not held)  # may refuse: the pass stays open until then, to be dropped
+        self._count_pass(gradients, is_first=not held)  # may refuse: the pass is still open then, and is dropped
         gradients.version += 1
         added = current.present & held.keys()
         self._take_over(unit, current)
@@ -267,14 +278,14 @@ class Gradients:
         for i in current.present - added:
             handle = GradHandle(unit.gradient_form.likes[i], device, gradients, i)
             unit.params[i].grad = gradients.handles[i] = handle
-        gradients.open = None  # last, so that whatever is interrupted before is known to be lost
+        gradients.open = None  # last, so that gradients are known to be lost if this is interrupted before
         if unit.plan.early and gradients.num_passes == self._accumulation_steps:
             self.on_last(gradients)
 
     def _take_over(self, unit: Unit, current: Pass) -> None:
-        """Order compute behind what made the gradients: autograd does not, where it has none to give to the hook.
+        """Order compute behind what made the gradients: autograd does not, if it has none to give to the hook.
 
-        The hook that closes a pass then works on the stream on which the parameter was first used.
+        The hook that closes a pass then runs on the stream on which the parameter was first used.
         """
         stream = self._device.stream_name()
         if stream == current.stream:
@@ -323,7 +334,7 @@ def _over(gradients: weakref.ref[Gradients], task: int, _: object) -> None:
 
 
 def _batches(natives: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype]) -> Iterator[dict[int, torch.Tensor]]:
-    """Gradients whose norms are taken together: casts of them take no more memory than that of the largest alone."""
+    """Yield gradients whose norms are taken together: their casts take no more memory than the cast of the largest."""
     cast_numels = {
         i: 0 if native.dtype == dtypes[i] and native.is_contiguous() else native.numel()
         for i, native in natives.items()
@@ -341,4 +352,4 @@ def _batches(natives: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype])
 
 
 def _nothing(_: UnitGradients) -> None:
-    """No unit is updated early."""
+    """Do nothing: no unit is updated early."""

@@ -1,11 +1,11 @@
 """Gradients of several ranks: exchanged in turns, added up in rank order, averaged.
 
-See [Note: turns]. A parameter has a gradient if any rank has one for it; its handle is then on ``p.grad`` of all ranks,
-also of those that did not reach it.
+See [Note: turns]. A parameter has a gradient if any rank has one for it. Its handle is then on ``p.grad`` on all ranks,
+also on those that did not reach it.
 
-[Note: one exchange] With ``reduction="fast"`` a bucket is not given back when a pass is over: the next one adds to it,
-in the dtype in which autograd makes gradients. The last promised pass of a step exchanges the sums, as any pass
-exchanges its gradients. Until then nothing is on ``p.grad``.
+[Note: one exchange] With ``reduction="fast"`` a bucket is not given back when a pass is over: the next pass adds to it,
+in the dtype in which autograd makes gradients. The last promised pass of a step exchanges the sums, as every pass
+otherwise exchanges its gradients. Until then nothing is on ``p.grad``.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from outcore.spec.lanes import Lane
 from outcore.torch_private import copy_each
 
 _NOWHERE = torch.empty(0, dtype=torch.uint8, device="cpu")
-"""For works that need no scratch."""
+"""An empty tensor, for works that need no scratch."""
 
 
 class RankedUnitGradients(UnitGradients):
-    """Of one unit: its sums over all ranks, of which the elements that are updated here are at home."""
+    """Gradients of one unit: sums over all ranks, of which each rank has the elements that it updates at home."""
 
     def __init__(self, unit: Unit, store: Gradients, home: GradientHomes) -> None:
-        """Hold nothing."""
+        """Begin without gradients."""
         super().__init__(unit, store, home)
         self._ranks = cast(RankedGradients, store)
         self.has_bucket = self.has_bucket or unit.spec.keeps_bucket
 
     def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
-        """Norm of the mean over all ranks; of order 2 as in [Note: one tree]. A collective."""
+        """Return the norm of the mean over all ranks; of order 2 as in [Note: one tree]. A collective."""
         if not self.store.clipping:
             return super().gradient_norm(handle, order)  # refuses
         self._refuse_stale(handle)
@@ -55,7 +55,7 @@ class RankedUnitGradients(UnitGradients):
         return torch.linalg.vector_norm(self._home.value(self, handle), order)
 
     def known_norm(self, handle: GradHandle) -> torch.Tensor | None:
-        """That of the mean, where the handle has no other factors. A collective."""
+        """Return the norm of the mean, if the handle has no other factors. A collective."""
         return None if handle.factors or handle.is_zero else self._ranks.norms.of(handle)
 
 
@@ -88,13 +88,13 @@ class RankedGradients(Gradients):
         super().deposit(unit, grads)
 
     def break_off(self) -> None:
-        """End the pass after an exception; other ranks wait for exchanges that will not come."""
+        """End the pass after an exception. Other ranks wait for exchanges that will not come."""
         if self._tasks or self._sent:
             self._is_broken = True
         super().break_off()
 
     def refuse_unfinished(self) -> None:
-        """See [Note: one exchange]."""
+        """Raise if passes are kept that were not exchanged. See [Note: one exchange]."""
         if self._num_kept:
             raise UnsupportedError(
                 f"expected {self._accumulation_steps} backward passes before optimizer.step() with reduction='fast', "
@@ -103,7 +103,7 @@ class RankedGradients(Gradients):
             )
 
     def zero(self) -> None:
-        """What was kept goes."""
+        """Drop what was kept."""
         self._num_kept = 0
         for gradients in self._turns.order:
             if gradients.open is not None and not self._tasks:
@@ -112,7 +112,7 @@ class RankedGradients(Gradients):
 
     @property
     def _is_kept(self) -> bool:
-        """Whether gradients of the pass that runs stay where they are."""
+        """Whether the pass that runs leaves its gradients in their buckets."""
         return self._turns.order[0].unit.spec.keeps_bucket and self._num_kept + 1 < (self._accumulation_steps or 1)
 
     def _reset(self) -> None:
@@ -128,7 +128,7 @@ class RankedGradients(Gradients):
         super()._join_pass(gradients)
 
     def _make_room(self, pool: SlotPool[Handle]) -> None:
-        """Units whose turn has not come hold all buckets of a pool: one is emptied into tensors beside the plan."""
+        """Empty a bucket into tensors beside the plan: units whose turn has not come hold all buckets of a pool."""
         taken = ((g, g.unit.ledger.bucket) for g in self._turns.order)
         gradients = next(g for g, bucket in taken if bucket is not None and bucket.pool is pool)
         unit, current = gradients.unit, gradients.open
@@ -140,7 +140,7 @@ class RankedGradients(Gradients):
         self._order.let_go(unit.ledger)
 
     def _end_task(self, task: int) -> None:
-        """The outermost one ends the pass: all units that are left have their turn, and all ranks know all handles."""
+        """End a task. The outermost one ends the pass: units left have their turn, and all ranks get all handles."""
         try:
             if len(self._tasks) == 1:
                 self._finish()
@@ -152,7 +152,7 @@ class RankedGradients(Gradients):
 
     @torch.no_grad()
     def _close(self, gradients: UnitGradients) -> None:
-        """All gradients of a unit are there: it takes its turn, or waits for it."""
+        """Let a unit take its turn, or wait for it: all its gradients are there."""
         current = gradients.open
         if current is None or self._is_kept:
             return
@@ -201,7 +201,7 @@ class RankedGradients(Gradients):
         gradients.version += 1
         work = self._homes.shared_work(gradients, current, held, self._num_passes)
         exchanged = self._order.share(unit.ledger, work, self._make_room, is_first=not held)
-        gradients.open = None  # last, so that whatever is interrupted before is known to be lost
+        gradients.open = None  # last, so that gradients are known to be lost if this is interrupted before
         self._sent.append(_Sent(gradients, work, set(held), exchanged))
 
 
@@ -218,28 +218,28 @@ class RankWork(PassWork):
     """What is done with the gradients of one pass of a unit. See ``order.gradients.SharedWork``."""
 
     def __init__(self, world: World, number: int, *args: Any) -> None:
-        """Args: world: This rank and the others. number: Of the pass, the same on all. args: As for ``PassWork``.
+        """Args: world: This rank and the others. number: The pass's, the same on all. args: As for ``PassWork``.
 
-        The pass of this rank may have given nothing. What is held is the same on all ranks.
+        This rank's pass may have given nothing. What is held is the same on all ranks.
         """
         super().__init__(*args)
         self._world, self._number = world, number
         self._present: list[set[int]] = []
-        """By rank, once the exchange was made."""
+        """Parameters with a gradient, by rank; known once the exchange was made."""
 
     def present_anywhere(self) -> set[int]:
-        """Parameters for which any rank has a gradient."""
+        """Return the parameters for which any rank has a gradient."""
         return set().union(*self._present)
 
     def put_in(self, bucket: Span) -> None:
-        """Compute puts loose gradients there."""
+        """Put loose gradients into the bucket, on compute."""
         loose = self._current.loose
         if loose:
             views = self._unit.views.native(bucket.memory)
             copy_each([views[i] for i in loose], list(loose.values()))
 
     def exchange(self, bucket: Span, received: Span) -> Callable[[], None]:
-        """All to all; the bits say which turn of which backward this is, what is held, and what is in the bucket."""
+        """Return the exchange, all to all. Its bits name the turn and the backward, what is held, and what is sent."""
         unit, world, present = self._unit, self._world, self._current.present
         numbers = (world.num_steps, self._number, unit.ledger.index)
         turn = b"".join(number.to_bytes(8, "little") for number in numbers)
@@ -265,7 +265,7 @@ class RankWork(PassWork):
         return deed
 
     def add_runs(self, received: Span, target: Span) -> Callable[[], None]:
-        """Add the runs up in rank order, in the update dtype."""
+        """Return the work that adds the runs up in rank order, in the update dtype."""
         unit, held, self._gradients.is_native = self._unit, self._held, False
         on_host, runs, home = target.of.tier != "device", received.memory, target.memory
         factors = {i: [f.to("cpu") if on_host else f for f in h.factors] for i, h in held.items() if h.factors}
@@ -295,7 +295,7 @@ class RankWork(PassWork):
 
 
 class RankedHomes(GradientHomes):
-    """Gradients at rest, of which each rank has what it updates: their values are put together by all ranks."""
+    """Gradients at rest. Each rank has what it updates; all ranks together give whole values."""
 
     def __init__(self, *args: Any, world: World) -> None:
         """Args: as for ``GradientHomes``. world: This rank and the others."""
@@ -305,12 +305,12 @@ class RankedHomes(GradientHomes):
     def shared_work(
         self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle], number: int
     ) -> RankWork:
-        """What is done in a turn. Args: number: Of the pass."""
+        """Return what is done in a turn. Args: number: The pass's."""
         return RankWork(self._world, number, gradients, current, held, self._device, self._run_all)
 
     @torch.no_grad()
     def value(self, gradients: UnitGradients, handle: GradHandle) -> torch.Tensor:
-        """The mean over all ranks times its factors, whole, on the device (1D). A collective."""
+        """Return the mean over all ranks times its factors, whole, on the device (1D). A collective."""
         own = super().value(gradients, handle)
         if handle.is_zero:
             return own
@@ -321,11 +321,11 @@ class RankedHomes(GradientHomes):
 
     @property
     def torch_device(self) -> torch.device:
-        """Where values are wanted."""
+        """The device on which values are wanted."""
         return self._device.torch_device
 
     def run(self, works: Sequence[Work], *, on_host: bool) -> None:
-        """Run works by threads of the host, or on compute."""
+        """Run works on threads of the host, or on compute."""
         if on_host:
             self._run_all(works)
         else:
@@ -333,11 +333,11 @@ class RankedHomes(GradientHomes):
                 work(_NOWHERE)
 
     def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
-        """Change the mean in place, element by element, so without the others."""
+        """Change the mean in place: a change is made element by element, so it needs no other rank."""
         handle.factors[:0], handle.averaging = handle.averaging, ()
         super().change(gradients, handle, change)
 
     def replace(self, gradients: UnitGradients, handle: GradHandle, value: torch.Tensor) -> None:
-        """Store another value of the mean: here, what is updated here of it."""
+        """Store another value of the mean; this rank stores what it updates."""
         super().replace(gradients, handle, own_slice(gradients.unit.spec, handle.index, value))
         handle.averaging = ()

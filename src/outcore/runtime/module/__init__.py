@@ -1,1 +1,1 @@
-"""A block inside autograd: called, recomputed or kept, and walked in backward."""
+"""Blocks inside autograd: how they are called, kept or recomputed, and walked in backward."""

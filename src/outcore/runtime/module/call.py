@@ -1,10 +1,10 @@
-"""One call of a unit: bind its weights, run the block, and in backward run it again or walk the graph that was kept.
+"""One call of a unit: bind its weights and run the block; in backward run it again, or walk the graph that was kept.
 
-[Note: the inner graph] The block runs on detached inputs in the caller's grad mode, outside of autograd's view of the
-rest of the model. ``UnitFunction`` then stands in the outer graph for the whole block: inputs and foreign leaves in,
-outputs out. Under ``recompute`` saved tensors are dropped as they are made. (Running under no_grad instead would pick
-other attention kernels and give another loss.) Under ``keep`` they stay. Weights are then saved as their place in the
-unit, since the slot will hold another unit by then.
+[Note: the inner graph] The block runs on detached inputs, in the caller's grad mode, and builds a graph of its own.
+In the outer graph of the model ``UnitFunction`` stands for the whole block: inputs and foreign leaves go in, outputs
+come out. Under ``recompute`` saved tensors are dropped as soon as autograd saves them. (Running under no_grad instead
+would pick other attention kernels and give another loss.) Under ``keep`` they stay. Weights are then saved as their
+place in the unit, since the slot will hold another unit in backward.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ class GradientSink(Protocol):
     """Where the parameter gradients of a backward go."""
 
     takes_gradients: bool
-    """Whether it does in an ordinary backward, or leaves all to autograd."""
+    """Whether the sink takes them in an ordinary backward. If not, autograd gets all of them."""
 
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
         """Take gradients of trainable parameters, by index."""
 
     def begin(self, unit: Unit) -> None:
-        """The backward of a unit begins."""
+        """Note that the backward of a unit begins."""
 
     def break_off(self) -> None:
-        """It ends in an exception."""
+        """Note that a backward ends in an exception."""
 
 
 class Services(NamedTuple):
-    """What calls of all units share."""
+    """What the calls of all units share."""
 
     weights: Weights
     sink: GradientSink
@@ -106,7 +106,7 @@ class UnitCall:
         self._activations = activations if activations.homes_are_used else None
 
     def close(self) -> None:
-        """Graphs made so far cannot be walked any more."""
+        """Make backward refuse all graphs made so far."""
         self._is_closed = True
 
     @as_it_is
@@ -120,7 +120,7 @@ class UnitCall:
         needs_graph = self._trained.is_any or any(t.requires_grad for t in tensors)
         if has_caches and (needs_graph or self._weights.has_steps):
             refuse_filled_caches(arguments, self._where)
-            # Of frozen units too: what they put in would reach those behind them.
+            # Frozen units get caches of their own, too: entries that they append would reach the units behind them.
             args, _, values = structure.fill(tensors)
             kwargs = dict(zip(kwargs, values, strict=True))
         if not needs_graph:
@@ -131,7 +131,7 @@ class UnitCall:
             self._device.interrupts.listen(self._device)
         if self._activations is not None:
             make_way(self._activations, self.unit, self._weights)
-        # Whoever packs what is saved expects the same of the call that it will repeat.
+        # A checkpoint around the unit repeats the call and expects it to save the same: such a call has no kind.
         kind = self._policy.kind_of(args, kwargs) if self._policy.has_kinds and not is_packing() else None
         call, inner, outputs, out_structure = self._run_forward(tensors, structure, kind)
         if self._activations is not None:
@@ -171,7 +171,7 @@ class UnitCall:
     def _run_forward(
         self, tensors: list[torch.Tensor], structure: Structure, kind: Hashable
     ) -> tuple[Call, list[torch.Tensor], list[torch.Tensor], Structure]:
-        """Run the block for the first time. Returns also its inner inputs, all results, and how they nest."""
+        """Run the block for the first time. Returns the call, its inner inputs, all results, and how these nest."""
         if self._weights.begin_call(self.unit) and self._weights.calls[-1][1] is Phase.FORWARD:
             raise UnsupportedError(called_inside(self._where))
         wants_grad = [t.requires_grad for t in tensors]
@@ -221,7 +221,7 @@ class UnitCall:
         modes: Sequence[AbstractContextManager[Any]],
         recording: Mapping[str, Any] | None,
     ) -> tuple[list[torch.Tensor], Structure]:
-        """Run the block on inner tensors. The results are what it returns, and what was recorded beside it."""
+        """Run the block on inner tensors. Returns its results and what was recorded beside them, taken apart."""
         nest = structure.fill(tensors)
         args, names, values = nest
         try:
@@ -261,9 +261,9 @@ class UnitCall:
     def backward(
         self, ctx: Any, call: Call, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Gradients of inputs, foreign leaves and parameters, in the order of ``UnitFunction``'s inputs.
+        """Return gradients of inputs, foreign leaves and parameters, in the order of ``UnitFunction``'s inputs.
 
-        In an ordinary backward those of parameters go to the sink instead.
+        In an ordinary backward the gradients of parameters go to the sink instead.
         """
         self._refuse_stale(call)
         if self._device.interrupts is not None:
@@ -289,7 +289,7 @@ class UnitCall:
                 sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
                 pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
                 leaves = [*params, *call.foreign]
-                by_use = UseByUse(call.uses, ctx.next_functions[1:])  # behind the anchor's
+                by_use = UseByUse(call.uses, ctx.next_functions[1:])  # without the anchor's edge
                 handles = by_use.listen(outer, outputs) if by_use.heard else ()
                 all_found = without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=is_kept), handles)
             self._device.receive(itertools.chain(all_found, *by_use.heard.values()))
@@ -300,8 +300,8 @@ class UnitCall:
             spare_hooks(params, grads_of)
             if any([g is None for g in given]):  # `in` would compare every tensor
                 spare_functions(node for g, (node, _) in zip(given, by_use.edges, strict=False) if g is None)
-            # Autograd itself takes those of chosen inputs, and of parameters with hooks, which see the sum of all
-            # calls. It drops those of parameters that were frozen since forward.
+            # Autograd itself takes the gradients in a backward for chosen inputs, and those of parameters with hooks,
+            # which must see the sum of all calls. Gradients of parameters that were frozen since forward are dropped.
             is_ours = is_ordinary and self._sink.takes_gradients
             outside = {i: g for i, g in grads_of.items() if not is_ours or params[i]._backward_hooks}
             if is_ours:
@@ -312,7 +312,7 @@ class UnitCall:
         return [*by_use.spread(given), *[outside.get(i) for i in range(len(params))]]
 
     def break_off(self) -> None:
-        """A backward ends in an exception. Autograd may say so when the program has long gone on."""
+        """Note that a backward ended in an exception. Autograd may report it long after the program has gone on."""
         self._sink.break_off()
 
     def _refuse_always(self) -> None:
@@ -338,7 +338,7 @@ class UnitCall:
         return self.unit.weights_version + edits
 
     def _graph(self, call: Call, saved: Sequence[torch.Tensor]) -> Graph:
-        """Inner inputs and outputs: kept, or made again."""
+        """Return inner inputs and outputs: the kept ones, or those of a recompute."""
         if call.state is None:
             if call.graph is None:
                 why = "expected one backward through this graph, but it is the second"
@@ -371,5 +371,5 @@ def _is_wanted(node: Any) -> bool:
     """Whether a backward for chosen inputs needs the gradient that flows into a leaf's node."""
     try:
         return is_executed(node)
-    except RuntimeError:  # torch's answer where torch.autograd.grad captures this very leaf
+    except RuntimeError:  # raised by torch if torch.autograd.grad captures this very leaf
         return True

@@ -1,9 +1,9 @@
 """Forwards of units, compiled by ``torch.compile``.
 
-[Note: compiled blocks] torch.compile keeps its codes by function and not by module, and takes a module's parameters as
-inputs. Before it runs a code it asks about classes, shapes and strides of parameters, and about torch's modes. Where
-all of that is the same, all units of a class run one code, wherever their weights are. A recompute must run the very
-code of its forward, since another one rounds differently. So ``CastsOfCompiled`` leaves modes alone in both.
+[Note: compiled blocks] torch.compile caches compiled code by function, not by module, and takes a module's parameters
+as inputs. Its guards compare classes, shapes and strides of parameters, and torch's modes. If all of these agree, all
+units of a class run the same code, wherever their weights are. A recompute must run exactly the code of its forward,
+since other code rounds differently. So ``CastsOfCompiled`` treats the modes alike in forward and recompute.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ CompileOptions = bool | Mapping[str, Any]
 
 _KNOWN: Final = frozenset(inspect.signature(torch.compile).parameters) - {"model"}
 _BY_ADDRESS = ("reduce-overhead", "max-autotune")
-_MOST_SAID = 200  # of torch's errors: some list all that it knows
+_MOST_SAID = 200  # characters quoted of an error of torch's: some list all that torch knows
 
 
 class Compiling:
-    """Compiles what computes on the weights of a unit."""
+    """Compiles the forwards of units."""
 
     def __init__(self, options: CompileOptions) -> None:
-        """Args: options: False: nothing is compiled.
+        """Check the options. Args: options: False: nothing is compiled.
 
         Raises:
             ConfigError: ``torch.compile`` has no such option.
-            UnsupportedError: An option under which code reads weights where they were once.
+            UnsupportedError: With such an option the code would read weights at the address of its first call.
         """
         self.is_on = options is not False
         self._options = dict(options) if isinstance(options, Mapping) else {}
@@ -58,11 +58,11 @@ class Compiling:
             )
 
     def check(self, cut: Partition, device: torch.device) -> None:
-        """Look for what is compiled already, and try whether a line of code can be.
+        """Look for modules that are compiled already, and try to compile a line of code.
 
         Raises:
             ConfigError: This machine cannot compile.
-            UnsupportedError: A unit was compiled by somebody else, who does not see inside of it any more.
+            UnsupportedError: A module was compiled before. Its code would end where a unit begins.
         """
         compiled = {
             u.name for u, m in zip(cut.spec.units, cut.modules, strict=True) if m._compiled_call_impl is not None
@@ -87,25 +87,25 @@ class Compiling:
             ) from error
 
     def forward_of(self, module: nn.Module) -> Forward:
-        """What to run on a unit's weights. A table of vectors has nothing to fuse."""
+        """Return what to run as the forward of a unit. An embedding is not compiled: it has nothing to fuse."""
         if not self.is_on or isinstance(module, nn.Embedding):
             return module.forward
         compiled = torch.compile(module.forward, **self._options)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            """In training without caches: code would be made anew for each layer of one."""
+            """Run without the call's own caches: with one, code would be compiled anew for each of its layers."""
             named = {name: None if is_own(value) else value for name, value in kwargs.items()}
             return compiled(*[None if is_own(value) else value for value in args], **named)
 
         return run
 
     def casts_of(self, params: Sequence[nn.Parameter], device: torch.device) -> CastsOfUnit:
-        """The cache of autocast's casts that goes with it. Args: params: Of a unit."""
+        """Return what handles autocast's cache of casts for a unit. Args: params: The unit's parameters."""
         return (CastsOfCompiled if self.is_on else CastsOfUnit)(params, device)
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """What ``torch.compile`` makes of a module."""
+    """Whether a module is what ``torch.compile`` makes of one."""
     return type(module).__name__ == "OptimizedModule"
 
 

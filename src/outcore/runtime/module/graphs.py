@@ -1,8 +1,8 @@
 """A block's own graph, and the one node that stands for it in the outer graph.
 
-[Note: ways in and out] Gradients leave a block through its inputs, its parameters and foreign leaves. They enter
-through its results. A tensor may also come in by closure, or go out as an attribute that the block sets. Gradients
-through such a tensor would be lost, so it is refused.
+[Note: ways in and out] Gradients enter a block through its results. They leave it through its inputs, its parameters
+and foreign leaves. A tensor that was computed outside may also come in by closure, and one may go out as an attribute
+that the block sets. Gradients through such tensors would be lost, so these are refused.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ _TAKERS = "outcore: calls that take it"
 
 @dataclass(eq=False)
 class Call:
-    """What backward needs to know of one forward."""
+    """What backward must know of one forward."""
 
     inputs: Structure
     wants_grad: list[bool]
     foreign: list[torch.Tensor]
     shapes: list[torch.Size]
     outputs: list[torch.Tensor]
-    """Only until they were handed to the outer graph."""
+    """Results with a gradient, until they are handed to the outer graph."""
     weights_version: int
     state: ForwardState | None = None
     graph: Graph | None = None
     watched: list[int] = field(default_factory=list)
-    """Results that must not be changed in place outside."""
+    """Indices of results that must not be changed in place outside."""
     returned: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Those, as they were handed out, and their versions then."""
+    """Watched results as they were handed out, and their versions then."""
     foreign_versions: list[int] = field(default_factory=list)
     recording: Mapping[str, Any] | None = None
     summary: Summary | None = None
-    """Of all results, where recompute is to be held against them."""
+    """Summary of all results, if those of the recompute are compared with them."""
     edited: list[int] = field(default_factory=list)
-    """Parameters that forward itself may have changed, before a recompute."""
+    """Indices of parameters that forward itself may have changed, if the call is recomputed."""
     flags: list[bool] = field(default_factory=list)
-    """Which of the unit's parameters needed a gradient."""
+    """Whether each of the unit's parameters needed a gradient."""
     uses: list[int] = field(default_factory=list)
-    """How often the block uses each argument, in its graph. Autograd would come to one that it does not use with None,
-    where a plain loop does not come to it."""
+    """How often the block's graph uses each argument. An unused argument is no input of the node: autograd would reach
+    it with None, where a plain loop does not reach it."""
     saving: Saving | None = None
-    """What has the activations that the graph needs."""
+    """Holds the activations that backward needs."""
     kind: Hashable = None
-    """Of the arguments, where a recompute may have to be counted."""
+    """Kind of the arguments, if a recompute may have to count what is saved."""
 
     @property
     def needs_arguments(self) -> bool:
-        """Whether it is recomputed from arguments that autograd keeps."""
+        """Whether the call is recomputed from arguments that autograd keeps."""
         return self.state is not None and (self.saving is None or not self.saving.has_arguments)
 
     def release(self) -> None:
@@ -89,10 +89,10 @@ class Call:
 
 
 class Anchor:
-    """A leaf that every call of a unit has as an input.
+    """A leaf that every call of a unit takes as an input.
 
-    Backward comes to the unit even if nothing else needs a gradient. An ordinary ``backward()`` comes to the leaf, one
-    for chosen inputs does not.
+    So backward reaches the unit even if no other input needs a gradient. An ordinary ``backward()`` reaches the leaf,
+    one for chosen inputs does not: this tells them apart.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Anchor:
 
 
 class Trained:
-    """Which parameters of a unit need a gradient. Those that were frozen at ``prepare`` stay so; others may change."""
+    """Which parameters of a unit need a gradient. Those frozen at ``prepare`` must stay frozen; others may change."""
 
     def __init__(self, unit: Unit) -> None:
         self.params = unit.params[: unit.num_trainable]
@@ -110,10 +110,10 @@ class Trained:
         self._unit, self._at_first = unit, [p.requires_grad for p in unit.params]
 
     def flags(self) -> list[bool]:
-        """Which need one now.
+        """Return for each parameter whether it needs a gradient now.
 
         Raises:
-            UnsupportedError: One was unfrozen.
+            UnsupportedError: A parameter that was frozen at ``prepare`` needs one.
         """
         flags = [p.requires_grad for p in self._unit.params]
         if flags != self._at_first:
@@ -124,7 +124,7 @@ class Trained:
 
     @contextmanager
     def as_in_forward(self, flags: list[bool]) -> Iterator[None]:
-        """Have those need one that did in forward: they may have been frozen since."""
+        """Let parameters require gradients as they did in forward: some may have been frozen since."""
         now = self.flags()
         changed = [] if now == flags else list(zip(self._unit.params, flags, now, strict=True))
         try:
@@ -150,7 +150,7 @@ class UnitFunction(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         # `.data`: no view relation, which would forbid later in-place changes of outputs of a multi-output function.
         results = tuple(t.data for t in call.outputs)
-        # Detached: they share memory and version counter, and no node.
+        # Detached: they share memory and version counter, but hold no node.
         returned = [(t.detach(), t._version) for t in (results[i] for i in call.watched)]
         call.returned = returned if call.saving is None else call.saving.returned(returned)
         call.outputs.clear()
@@ -175,10 +175,7 @@ def find_leaves(
     slot: range,
     where: str,
 ) -> tuple[list[torch.Tensor], dict[int, int]]:
-    """Leaves with gradient that results depend on.
-
-    Returns:
-        Those that are neither arguments nor the block's own parameters, and how often those are used, by id.
+    """Find the leaves with a gradient that results depend on.
 
     Args:
         outputs: Results that need a gradient.
@@ -187,6 +184,9 @@ def find_leaves(
         start: Sequence number at the start of the block; a node with a smaller one was made outside of it.
         slot: Addresses that will hold other weights when the graph is walked.
         where: For the error.
+
+    Returns:
+        Foreign leaves, which are neither arguments nor the block's own parameters; how often each leaf is used, by id.
 
     Raises:
         UnsupportedError: A tensor that was computed outside of the block was captured, or a function holds a weight.
@@ -211,7 +211,7 @@ def find_leaves(
 
 
 def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[tuple[Any, Any]]:
-    """Each node of a graph that is no leaf's, with its edges."""
+    """Return each node of a graph with its edges, without the nodes of leaves."""
     found = []
     seen: set[Any] = {None}
     stack: list[Any] = [end.node if isinstance(end, GradientEdge) else end.grad_fn for end in outputs]
@@ -229,7 +229,7 @@ def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[tuple[Any, An
 
 
 def taken(tensors: Iterable[torch.Tensor]) -> None:
-    """A unit's call takes tensors as arguments. Args: tensors: Each as often as the block uses it, in a row."""
+    """Count a call that takes these arguments, at their nodes. Args: tensors: Each once per use, its uses in a row."""
     before = None
     for tensor in tensors:
         if tensor is not before and (node := tensor.grad_fn) is not None:
@@ -242,17 +242,17 @@ def taken(tensors: Iterable[torch.Tensor]) -> None:
 class UseByUse:
     """Gradients of arguments that several calls take: one for each use, in the order in which autograd makes them.
 
-    Where a plain loop has one graph, autograd adds up what comes to such a tensor use by use, the last one first. A sum
-    of a unit's own uses would round otherwise, since others come before.
+    In the one graph of a plain loop, autograd adds up the gradients of such a tensor use by use, the last use first. A
+    unit that first summed those of its own uses would round otherwise, since gradients of other calls come before them.
     """
 
     def __init__(self, uses: Sequence[int], edges: Sequence[tuple[Any, int]]) -> None:
-        """Args: uses: Of each argument, in forward. edges: Of the outer graph: as many for an argument as its uses."""
+        """Args: uses: Uses of each argument in forward. edges: In the outer graph: one per use, then all others."""
         self.edges: list[tuple[Any, int]] = []
-        """One for each argument that is used, and all that come behind those of arguments."""
+        """One edge for each argument that is used, then all edges behind those of arguments."""
         self._counts: list[int] = []
         self.heard: dict[int, list[torch.Tensor]] = {}
-        """By number among those that are used; none: no other call takes them."""
+        """Gradients by use, by number among used arguments: of those with several uses that other calls may take."""
         place = 0
         for count in uses:
             if count:
@@ -265,13 +265,13 @@ class UseByUse:
         self.edges += edges[place:]
 
     def listen(self, inner: Sequence[torch.Tensor], outputs: Iterable[torch.Tensor | GradientEdge]) -> Sequence[Any]:
-        """Hear of gradients in a block's own graph, until the handles are removed.
+        """Record gradients by use in a block's own graph, until the returned handles are removed.
 
         Args:
-            inner: The detached arguments that are used.
-            outputs: Results.
+            inner: The detached arguments that are used, then foreign leaves.
+            outputs: The block's results, or their edges.
         """
-        # What a hook of the block's own makes of a sum has no uses.
+        # Not if the block put a hook on the argument: its result, made of the sum, cannot be divided by use.
         number_of, handles = {id(inner[i]): i for i in self.heard if not inner[i]._backward_hooks}, []
         for node, edges in _nodes(outputs):
             leaves = [(place, id(end.variable)) for place, (end, _) in enumerate(edges) if type(end) is _LEAF]
@@ -280,7 +280,7 @@ class UseByUse:
         return handles
 
     def spread(self, sums: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """What goes along the outer graph's edges. Args: sums: Of each argument that is used, and of what follows."""
+        """Return gradients for the outer graph's edges. Args: sums: For each used argument, and for what follows."""
         spread: list[torch.Tensor | None] = []
         for number, (count, total) in enumerate(zip(self._counts, sums, strict=False)):
             each = self.heard.get(number, ())
@@ -309,13 +309,13 @@ def _refuse_held_weights(node: Any, slot: range, where: str) -> None:
 
 
 def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """A leaf that stands for an argument inside the block; gradients must come to it through the results."""
+    """Return a leaf that stands for an argument inside the block. Gradients that bypass the results are refused."""
 
     def refuse(_: torch.Tensor) -> NoReturn:
         raise UnsupportedError(escaped(where))
 
     leaf = tensor.detach()
-    if not tensor.is_leaf:  # autocast casts a leaf once, and adds up gradients before they are cast back; but no view
+    if not tensor.is_leaf:  # autocast caches casts of leaves alone; a cached cast sums gradients before casting back
         leaf = leaf.view_as(leaf)
     leaf.requires_grad_()
     leaf.register_post_accumulate_grad_hook(refuse)
@@ -329,8 +329,11 @@ def gradients(
 
     Args:
         pairs: Results and their gradients.
-        sources: Whose gradients are wanted; None for what has none.
-        keeps_graph: It may run again.
+        sources: Tensors whose gradients are wanted.
+        keeps_graph: Whether it may run again.
+
+    Returns:
+        A gradient for each source; None if it has none.
     """
     if not pairs or not sources:
         return [None] * len(sources)
@@ -348,7 +351,7 @@ def gradients(
 
 
 class _WhereReached:
-    """A parameter's own hook, which a plain loop does not call where the parameter took no part."""
+    """A parameter's own hook, called only with a gradient. A plain loop does not call it for an unused parameter."""
 
     def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         self._hook = hook
@@ -358,11 +361,11 @@ class _WhereReached:
 
 
 def spare_hooks(params: Sequence[Parameter], grads: Container[int]) -> None:
-    """Autograd comes to parameters that have no gradient too: their own hooks are not to be called there.
+    """Keep hooks of parameters from being called without a gradient: autograd also reaches parameters that have none.
 
     Args:
-        params: Of a unit.
-        grads: Which of them have one.
+        params: A unit's parameters.
+        grads: Indices of those that have a gradient.
     """
     for i, param in enumerate(params):
         hooks = param._backward_hooks
@@ -371,12 +374,12 @@ def spare_hooks(params: Sequence[Parameter], grads: Container[int]) -> None:
 
 
 def spare_functions(nodes: Iterable[Any]) -> None:
-    """Autograd also comes to nodes to which no gradient flows. Functions of the user's own are not to be called there.
+    """Keep the user's own Functions from being called where no gradient flows: autograd also reaches such nodes.
 
-    A plain loop does not come to them; zeros would be made for them, which are a gradient for what lies before.
+    A plain loop does not reach them. Autograd would make zeros for them, and so a gradient for what lies before.
 
     Args:
-        nodes: Of a unit's arguments that get no gradient.
+        nodes: Nodes of a unit's arguments that get no gradient.
     """
     seen: set[Any] = {None}
     stack = list(nodes)
@@ -392,7 +395,7 @@ def spare_functions(nodes: Iterable[Any]) -> None:
 
 
 class _Unreached:
-    """Once, lets a node be passed by if nothing has come to it when it runs."""
+    """A hook that skips a node, once, if no gradient has reached it when it runs."""
 
     def __init__(self, node: Any) -> None:
         self._node: Any = node
@@ -412,7 +415,7 @@ def _pass_by(node: Any, *_: object) -> tuple[None, ...]:
 def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any], handles: Sequence[Any]) -> Any:
     """Run ``work`` with the leaves' own hooks off: autograd runs them once, on the sum of all calls.
 
-    Args: handles: Of hooks for this run alone.
+    Args: handles: Hooks for this run alone, removed at its end.
     """
     hooked = [(t, t._backward_hooks) for t in leaves if t._backward_hooks]
     for leaf, _ in hooked:
@@ -427,7 +430,7 @@ def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any], handl
 
 
 def refuse_transforms(where: str) -> None:
-    """Raise where what runs is not an ordinary forward."""
+    """Raise if this is no ordinary forward: torch.func transforms or forward-mode AD are active."""
     if is_transformed():
         raise UnsupportedError(
             f"{where}: expected an ordinary forward, but torch.func transforms (vmap, grad, jvp, ...) or "

@@ -1,4 +1,4 @@
-"""A call of a unit in a plain plan: as little as the plain loop does. See [Note: plain plans].
+"""A call of a unit in a plain plan. It does as little as the plain loop. See [Note: plain plans].
 
 A call that keeps its activations is the module's own forward. One that finds no room for them is recomputed as in any
 other plan, and gives its gradients to autograd.
@@ -29,7 +29,7 @@ class PlainCall(UnitCall):
     @as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block as it is, if what it saves is known to fit."""
-        # Whoever packs what is saved, as a checkpoint around the unit does, owns it.
+        # Saved-tensor hooks around the unit, such as those of a checkpoint, own what is saved.
         if self._policy.keeps_all or not torch.is_grad_enabled() or is_packing():
             return self._run_as_it_is(args, kwargs)
         if self._weights.has_steps:
@@ -39,7 +39,7 @@ class PlainCall(UnitCall):
             return super().__call__(*args, **kwargs)
 
         def in_backward(*_: object) -> None:
-            self._refuse_always()  # as where it is recomputed: whether there is room must not decide
+            self._refuse_always()  # as in a recomputed call: what is refused must not depend on room
             lease.release_in_backward()
 
         result = self._run_as_it_is(args, kwargs)

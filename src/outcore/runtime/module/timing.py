@@ -1,4 +1,4 @@
-"""When the model's own forward and backward run: not all of it lies in units."""
+"""Times of a whole model's forward and backward: not all of it lies in units."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def recording(model: nn.Module, recorder: Recorder, *, num_steps: int) -> Iterat
     """Record while the block runs: what the device does for ``model``, and the model's own forward and backward.
 
     Args:
-        model: Not all of it lies in units.
-        recorder: Of its device.
+        model: The prepared model.
+        recorder: The recorder of its device.
         num_steps: See ``Recorder.start``.
     """
     recorder.start(num_steps=num_steps)
@@ -43,7 +43,7 @@ def timing(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     def leave(_: nn.Module, __: object, result: object) -> None:
         if began:  # else it began before the block
             recorder.add_phase("forward", began.pop(), recorder.now())
-        with suppress(UnsupportedError):  # then its backward is timed by units alone
+        with suppress(UnsupportedError):  # if raised, backward is timed by units alone
             for tensor in take_apart(result, "the model")[0]:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(timer.begin)
@@ -56,7 +56,7 @@ def timing(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 class _BackwardTimer:
-    """Times a backward from the first of the model's results to its end."""
+    """Times a backward from the moment it reaches the first of the model's results to its end."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -64,11 +64,11 @@ class _BackwardTimer:
         self._is_on = True
 
     def stop(self) -> None:
-        """Time no more, not even what was run before."""
+        """Stop timing, also the backwards of forwards that ran before."""
         self._is_on = False
 
     def begin(self, *_: object) -> None:
-        """Autograd has come to a result of the model."""
+        """Start timing: autograd has reached a result of the model."""
         task = current_task()
         if self._is_on and task != self._task:
             self._task = task

@@ -1,1 +1,1 @@
-"""What a recompute needs: arguments, random numbers, attributes and modes of its forward, and whether it repeats it."""
+"""Recompute: arguments, random numbers, attributes and modes as forward saw them, and checks that results agree."""

@@ -1,10 +1,10 @@
-"""Attributes of a unit's modules and what stands in them: counters, flags, tensors, containers, generators, buffers.
+"""Attributes of a unit's modules and their values: counters, flags, tensors, containers, generators, buffers.
 
 A block may change them in forward. Recompute must see them as they were, and they must end as forward left them.
 
 [Note: looking at attributes] All that torch itself keeps in a module's ``__dict__`` is passed over. The rest is read
-with one C call per module and compared by identity first, so a unit whose attributes stay as they are pays a few us
-per call. What is mutable there (tensors, containers, generators) is found once and again whenever an attribute changes.
+with one C call per module and compared by identity first. So a unit whose attributes do not change pays a few us per
+call. Mutable values (tensors, containers, generators) are searched for once, and again whenever an attribute changes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _MISSING = object()
 _CONTAINERS = frozenset({list, dict, set, deque})
 _DEPTH = 3  # of containers in containers
 _CLOSED = (torch.Tensor, nn.Module, type, FunctionType, ModuleType)  # their attributes are not a block's state
-_SMALL_BYTES = 2**16  # a copy of so much is kept until backward whatever happens
+_SMALL_BYTES = 2**16  # copies up to this size are kept until backward in any case
 
 
 class SavedTensor:
-    """What a buffer or an attribute held."""
+    """A tensor in a buffer or attribute, and a copy of the value that it had."""
 
     def __init__(self, name: str, tensor: torch.Tensor, *, may_change_silently: bool = False) -> None:
-        """Args: may_change_silently: A kernel writes it without telling the version counter."""
+        """Copy it. Args: may_change_silently: Whether a kernel may write it without telling the version counter."""
         self._name, self._tensor, self._may_change = name, tensor, may_change_silently
         self._version = _version(tensor)
         self._value: torch.Tensor | None = tensor.detach().clone()
 
     def again(self) -> SavedTensor:
-        """What the tensor holds now, to be put back whatever its version counter says."""
+        """Save the tensor's present value, to be put back whatever its version counter says."""
         return SavedTensor(self._name, self._tensor, may_change_silently=True)
 
     @property
@@ -50,10 +50,11 @@ class SavedTensor:
         return self._value is None
 
     def drop_if_unchanged(self, *, by_value: bool) -> bool:
-        """Let go of the copy if it is large and forward left the tensor alone.
+        """Drop the copy if it is large and forward left the tensor alone.
 
         Returns:
-            Whether the value changed behind the version counter's back. Only asked ``by_value``, which waits for it.
+            Whether the value changed without telling the version counter. Only checked with ``by_value``, which waits
+            for the tensor.
         """
         if self._may_change or self._value is None:
             return False
@@ -71,7 +72,7 @@ class SavedTensor:
         """Give the tensor its value again.
 
         Raises:
-            UnsupportedError: It is large, and somebody changed it after forward.
+            UnsupportedError: The tensor was changed after forward, and the copy was dropped because it is large.
         """
         if not self._may_change and _version(self._tensor) == self._version:
             return
@@ -121,31 +122,31 @@ def _state_of(generator: Any) -> Any:
 
 
 Content = _SavedContainer | _SavedGenerator
-"""Of a container, or of a generator."""
+"""What a container held, or the state of a generator."""
 
 
 class Mutable(NamedTuple):
-    """What can change without anybody setting it: containers, generators and tensors."""
+    """Values that can change without an attribute being set: containers, generators and tensors."""
 
     things: Sequence[tuple[str, Any]]
-    """Under the names of attributes or classes in which they were found."""
+    """The values, each with the name of the attribute or class in which it was found."""
 
     def contents(self) -> list[Content]:
-        """What containers hold and how far generators are."""
+        """Save what containers hold, and the states of generators."""
         return [_saved(item) for _, item in self.things if not isinstance(item, torch.Tensor)]
 
     def tensors(self) -> list[SavedTensor]:
-        """Copies."""
+        """Save copies of tensors."""
         return [SavedTensor(name, item) for name, item in self.things if isinstance(item, torch.Tensor)]
 
 
 def mutable_in(objects: Sequence[Any]) -> Mutable:
-    """What can change inside objects that are no containers."""
+    """Find what can change inside objects that are not containers."""
     return Mutable([item for value in objects for item in _mutable(value, type(value).__name__, is_open=True)])
 
 
 class _Names(NamedTuple):
-    """Which attributes each module has."""
+    """The names of each module's attributes, and what reads their values."""
 
     names: list[tuple[str, ...]]
     sizes: list[int]
@@ -161,7 +162,7 @@ class Snapshot(NamedTuple):
 
 
 class Attributes:
-    """Those of the modules of one unit. See [Note: looking at attributes]."""
+    """Attributes of the modules of one unit. See [Note: looking at attributes]."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._dicts = [m.__dict__ for m in modules]
@@ -172,7 +173,7 @@ class Attributes:
         """Containers, and what they held when they were searched."""
 
     def take(self) -> Snapshot:
-        """All attributes as they are now."""
+        """Take a snapshot of all attributes as they are now."""
         values = self._look()
         if not self._is_known(values):
             self._values = values
@@ -184,7 +185,7 @@ class Attributes:
         return Snapshot(self._names.names, values, self._mutable)
 
     def put_back(self, snapshot: Snapshot) -> None:
-        """Make all attributes what they were."""
+        """Set all attributes back to a snapshot."""
         if not same(self._look(), snapshot.values) or self._names.names is not snapshot.names:
             for owner, names, values in zip(self._dicts, snapshot.names, snapshot.values, strict=True):
                 for name in [n for n in owner if n not in _TORCHS_OWN and n not in names]:
@@ -198,7 +199,7 @@ class Attributes:
             self._names = self._read_names()
         try:
             return [get(owner) for get, owner in zip(self._names.getters, self._dicts, strict=True)]
-        except KeyError:  # one came, another one went
+        except KeyError:  # one came and another one went, so their number is the same
             self._names = self._read_names()
             return [get(owner) for get, owner in zip(self._names.getters, self._dicts, strict=True)]
 
@@ -231,7 +232,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _mutable(value: Any, name: str, depth: int = _DEPTH, *, is_open: bool = False) -> Iterator[tuple[str, Any]]:
-    """Args: is_open: Look into instances of ordinary classes."""
+    """Find what can change in a value. Args: is_open: Also look into instances of ordinary classes."""
     if is_open and hasattr(value, "__dict__") and not isinstance(value, _CLOSED):
         value = vars(value)
     kind = type(value)

@@ -1,4 +1,4 @@
-"""Autocast's cache of casts: one for all, and keyed by parameters, whose bytes change under it."""
+"""Autocast's cache of casts. One cache serves all units, and its keys are parameters, whose bytes change under it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 
 class AutocastCacheOff:
-    """Keep autocast from caching casts of weights: its cache is keyed by the parameter, whose bytes change under it."""
+    """Keeps autocast from caching casts of weights: its keys are parameters, whose bytes change under it."""
 
     def __enter__(self) -> None:
         self._was = torch.is_autocast_cache_enabled()
@@ -22,10 +22,10 @@ class AutocastCacheOff:
 
 
 class OwnAutocastCache:
-    """A cache of casts for one run of a unit, so that a weight which it uses twice is cast once, as in a plain loop.
+    """A cache of casts for one run of a unit. A weight that the unit uses twice is cast once, as in a plain loop.
 
-    Then both gradients are added before they are cast back, in the lower precision. The cache is empty before and
-    afterwards, since there is one for all: what was cached of other weights is cast again.
+    So the gradients of both uses are added in the lower precision, before they are cast back. Autocast has one cache
+    for all, which is emptied before and after the run: cached casts of other weights are made again.
     """
 
     def __init__(self, *, is_on: bool) -> None:
@@ -42,44 +42,44 @@ class OwnAutocastCache:
 
 
 class CastsOfUnit:
-    """Which cache the runs of a unit have. Its first one under autocast tells whether a cache is of use."""
+    """Chooses the cache for the runs of a unit. The first run under autocast tells whether a cache is of use."""
 
     def __init__(self, params: Sequence[Parameter], device: torch.device) -> None:
         self._params, self._device_type = params, device.type
         self._is_shared: bool | None = None
 
     def cache(self, *, is_kept: bool) -> AbstractContextManager[None]:
-        """For a forward. Args: is_kept: Backward walks its graph."""
+        """The cache for a forward. Args: is_kept: Whether backward walks its graph."""
         is_on = is_kept and torch.is_autocast_cache_enabled() and self._is_shared is not False
         return OwnAutocastCache(is_on=True) if is_on else AutocastCacheOff()
 
     def cache_again(self, *, was_on: bool) -> AbstractContextManager[None]:
-        """For a recompute. Args: was_on: Forward's caller had autocast cache its casts."""
+        """The cache for a recompute. Args: was_on: Whether autocast cached casts for the caller of forward."""
         return OwnAutocastCache(is_on=was_on)
 
     def learn(self, made: Sequence[torch.Tensor]) -> None:
-        """Look at the graph that a forward has made."""
+        """Look at the graph that a forward has made, to learn whether a cache is of use."""
         if self._is_shared is None and torch.is_autocast_enabled(self._device_type):
             self._is_shared = uses_cast_twice(made, self._params)
 
 
 class CastsOfCompiled(CastsOfUnit):
-    """Of a compiled unit, whose code casts by itself: no cache, and nothing is switched if nothing could be in one."""
+    """No cache for a compiled unit, whose code casts by itself. Without autocast, nothing is switched."""
 
     def cache(self, *, is_kept: bool) -> AbstractContextManager[None]:
-        """The same for all runs: for another mode torch would compile another code."""
+        """The same for all runs: in another mode torch would compile the code again."""
         return AutocastCacheOff() if torch.is_autocast_enabled(self._device_type) else nullcontext()
 
     def cache_again(self, *, was_on: bool) -> AbstractContextManager[None]:
-        """As in forward."""
+        """The same as in forward."""
         return self.cache(is_kept=False)
 
     def learn(self, made: Sequence[torch.Tensor]) -> None:
-        """There is nothing to learn."""
+        """Do nothing: there is nothing to learn."""
 
 
 def uses_cast_twice(outputs: Sequence[torch.Tensor], params: Sequence[Parameter]) -> bool:
-    """Whether one cast of a parameter, as autocast makes and caches it, goes into more than one operation."""
+    """Whether one cast of a parameter, made and cached by autocast, goes into more than one operation."""
     own = {id(p) for p in params}
     seen: set[Any] = {None}
     stack: list[Any] = [t.grad_fn for t in outputs]

@@ -1,8 +1,8 @@
 """Key-value caches of Transformers among a unit's arguments.
 
-In training a cache is of no use, but models make one by default, and attention then computes with what it gives back:
-the same keys and values, copied, whose products may round otherwise. So each run of a unit gets an empty cache of its
-own. One for all would be filled a second time by recompute.
+In training a cache is of no use, but models create one by default. Attention then computes with the keys and values
+that the cache returns. They are copies, whose products may round differently. So each run of a unit gets an empty cache
+of its own: recompute would fill a shared one a second time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outcore.core.errors import UnsupportedError
 from outcore.planning.forward.alike import is_cache, own_cache
 
 Arguments = tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]
-"""Arguments by position, and names and values of the others: all in tuples, which nobody can change."""
+"""Arguments by position, and names and values of keyword arguments: all in tuples, which cannot change."""
 
 
 def is_filled(cache: Any) -> bool:
@@ -26,7 +26,7 @@ def is_filled(cache: Any) -> bool:
 
 
 def refuse_filled_caches(arguments: Arguments, where: str) -> None:
-    """Raise if a cache holds something: it would be changed twice."""
+    """Raise if a cache holds something: recompute would change it a second time."""
     for value in (*arguments[0], *arguments[2]):
         if is_cache(value) and is_filled(value):
             raise UnsupportedError(
@@ -36,7 +36,7 @@ def refuse_filled_caches(arguments: Arguments, where: str) -> None:
 
 
 def in_training(args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
-    """Arguments of a call in training, with caches of its own."""
+    """Arguments of a call in training, with an empty cache of its own in place of each cache."""
     if not any(is_cache(value) for value in (*args, *kwargs.values())):
         return args, kwargs
     refuse_filled_caches((args, tuple(kwargs), tuple(kwargs.values())), where)

@@ -1,9 +1,9 @@
-"""Recomputed results held against those of forward.
+"""Comparison of recomputed results with those of forward.
 
-A recompute repeats forward only as far as everything that the block saw is known and put back. So results are summed up
-on the device when they are made, and again when they are made again: in the first calls of a unit, whenever its
-arguments or modes look different, and then now and then. On the CPU they must agree bit for bit. On an accelerator some
-kernels add in another order each time, so there a difference within rounding passes.
+A recompute repeats its forward only if everything that the block saw is known and put back. So results of both are
+summarised on the device, and the summaries compared. This is done in the first calls of a unit, whenever its arguments
+or modes look different, and later at intervals. On the CPU results must agree bit for bit. On an accelerator some
+kernels add in another order each time, so a difference within rounding passes there.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from outcore.runtime.recompute.structure import Structure, plain_values
 FIRST_CALLS = 8
 _EVERY = 64
 _MOST_FORMS = 256
-_ROUNDING = 1e-2  # of a result's norm: more than kernels that add in another order make of it
-_WIDTH = 512  # of the table that a result is laid out in
-_NUM_SKETCHES = 4  # of rows and of columns: 16 numbers, whose squares together estimate that of the norm
+_ROUNDING = 1e-2  # relative to a result's norm: more than the difference between kernels that add in another order
+_WIDTH = 512  # columns of the table that a result is laid out in
+_NUM_SKETCHES = 4  # for rows and for columns: 16 numbers, whose mean square estimates that of the norm
 _MIX = 0x5851F42D4C957F2D
 
 
 class Summary(NamedTuple):
-    """What is remembered of the results of a forward."""
+    """What is remembered of the results of a run."""
 
     plain: list[Any]
-    """Numbers, strings and the like among them."""
+    """Numbers, strings and other plain values among the results."""
     tensors: list[_TensorSummary]
 
 
 class _TensorSummary(NamedTuple):
     form: tuple[torch.Size, torch.dtype]
     bits: torch.Tensor | None
-    """A hash, as a tensor with one number; None for a layout without bits to look at."""
+    """A hash, as a tensor with one number; None for a layout whose bits cannot be read."""
     sketch: torch.Tensor | None
-    """Some projections and the norm; None on the CPU, and for integers."""
+    """Some projections, and the norm; None on the CPU, and for dtypes other than floating point."""
 
 
 def summary_of(tensors: Sequence[torch.Tensor], structure: Structure) -> Summary:
-    """Look at all results. The device works, nobody waits."""
+    """Summarise all results. The device computes; the host does not wait."""
     with torch.no_grad():
         return Summary(list(plain_values(structure)), [_summary(t.detach()) for t in tensors])
 
 
 class Doubts:
-    """Comparisons whose outcome the device knows, and nobody else yet."""
+    """Comparisons whose outcomes are on the device and not yet known to the host."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -63,16 +63,16 @@ class Doubts:
         self._step = 0
 
     def compare(self, before: Summary, after: Summary, where: str, *, why: str) -> None:
-        """Hold a recompute's results against those of its forward.
+        """Compare a recompute's results with those of its forward.
 
         Args:
-            before: Of the forward.
-            after: Of the recompute.
-            where: Names the unit.
-            why: They could differ, if that is known. Then no difference passes as rounding.
+            before: Summary of the forward's results.
+            after: Summary of the recompute's results.
+            where: Names the unit in errors.
+            why: A known reason why they could differ, or empty. With a reason, no difference passes as rounding.
 
         Raises:
-            UnsupportedError: They differ, and the host can tell at once.
+            UnsupportedError: The results differ, and the host can tell at once.
         """
         if not _same_values(before.plain, after.plain):
             raise UnsupportedError(
@@ -90,7 +90,7 @@ class Doubts:
                     raise UnsupportedError(message)
 
     def settle(self) -> None:
-        """Look at what the host knows by now. The first time it waits, so that no update uses wrong gradients.
+        """Look at outcomes that have reached the host. In the first step, wait, so that no update uses wrong gradients.
 
         Raises:
             UnsupportedError: A recompute did not repeat its forward, in this step or in an earlier one.
@@ -114,16 +114,16 @@ class Repeats:
     """Whether the recomputes of one unit repeat its forwards."""
 
     def __init__(self, modules: Sequence[nn.Module], device: Device, doubts: Doubts, where: str) -> None:
-        """Args: modules: Of the unit. doubts: Of all units. where: Names the unit in errors."""
+        """Args: modules: Modules of the unit. doubts: Comparisons of all units. where: Names the unit in errors."""
         self._around, self._doubts, self._where = Surroundings(modules, device, where), doubts, where
         self._num_calls, self._forms = 0, set[Hashable]()
 
     def begin(self, objects: Sequence[Any]) -> ForwardState:
-        """A forward begins that may be recomputed. Args: objects: Among its arguments, that it may change."""
+        """Capture what a forward sees that may be recomputed. Args: objects: Arguments that the forward may change."""
         return ForwardState(self._around, objects)
 
     def is_checked(self, state: ForwardState, tensors: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> bool:
-        """Whether its recompute is held against it. Args: tensors: Among its arguments."""
+        """Whether a forward's recompute is compared with it. Args: tensors: Tensors among the forward's arguments."""
         shapes, dtypes = tuple([t.shape for t in tensors]), tuple([t.dtype for t in tensors])
         form = shapes, dtypes, tuple(wants_grad), state.flags
         self._num_calls += 1
@@ -136,7 +136,7 @@ class Repeats:
         return is_due
 
     def compare(self, before: Summary, after: Summary, edited: Sequence[str]) -> None:
-        """See ``Doubts.compare``. Args: edited: Parameters that the forward changed itself."""
+        """Compare; see ``Doubts.compare``. Args: edited: Names of parameters that the forward itself changed."""
         names = ", ".join(f"'{name}'" for name in edited)
         why = f"the block changes its own parameters in forward ({names}), which recompute begins with"
         self._doubts.compare(before, after, self._where, why=why if edited else "")
@@ -180,7 +180,7 @@ def _summary(tensor: torch.Tensor) -> _TensorSummary:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A hash of a tensor's bits, which minds where each of them stands. Integers wrap around, so it is exact."""
+    """A hash of a tensor's bits that depends on their positions. Integers wrap around, so it is exact."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
@@ -192,13 +192,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(count: int, salt: int, device: torch.device) -> torch.Tensor:
-    """As good as random. Made anew each time: kept, they would take device memory that no plan has."""
+    """Pseudo-random integers. Made anew each time: kept, they would take device memory that no plan accounts for."""
     mixed = torch.arange(1, count + 1, device=device) * _MIX + salt * 0x9E3779B9
     return (mixed ^ (mixed >> 29)) * _MIX
 
 
 def _sketch(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums with random signs, by rows and columns: the squares of their differences tell how far two tensors are."""
+    """Sums with random signs over rows and columns, and the norm.
+
+    The mean square of the differences of two tensors' sums estimates the square of their distance.
+    """
     rows = -(-tensor.numel() // _WIDTH)
     table = torch.zeros(rows * _WIDTH, device=tensor.device)
     table[: tensor.numel()] = tensor.reshape(-1)

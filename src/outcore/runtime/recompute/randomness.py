@@ -1,6 +1,6 @@
-"""Python's and numpy's global random generators, looked at so cheaply that every call of a unit can afford it.
+"""Python's and numpy's global random generators, read cheaply enough for every call of a unit.
 
-Asking them for their states takes 10 and 60 us. Their words can be seen in memory in less than one.
+Asking the generators for their states takes 10 and 60 us. Reading their words in memory takes less than 1 us.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _PYTHON = cast("Any", random.random).__self__
 
 
 class GlobalRandom:
-    """The states of both, as they were when this was made."""
+    """The states of both generators at the time when this object was made."""
 
     def __init__(self, *, is_thorough: bool) -> None:
-        """Args: is_thorough: See also the normal number that numpy keeps for the next call, which takes long."""
+        """Capture. Args: is_thorough: Also read the normal number that numpy keeps for the next call; slow."""
         self._python = _look_at_python()
         self._numpy = _numpy.look()
         self._numpy_all = _numpy.state() if is_thorough or not _numpy.has_words else None
 
     @property
     def numpy_has_moved(self) -> bool:
-        """Whether somebody drew from numpy's since."""
+        """Whether numpy's generator was drawn from since."""
         if self._numpy_all is not None and not _same_normal(self._numpy_all, _numpy.state()):
             return True
         return _numpy.look() != self._numpy
 
     def put_back(self) -> None:
-        """Make both what they were."""
+        """Set both generators back to these states."""
         if _look_at_python() != self._python:
             words, normal = self._python
             random.setstate(words if _python_words is None else _python_state(words, normal))
@@ -44,7 +44,7 @@ class GlobalRandom:
 
 
 def _find_python_words() -> Any:
-    """The generator's position and words in place. None where this Python keeps them otherwise."""
+    """A view of the memory with the generator's position and words; None if this Python keeps them differently."""
     base = random.Random.__base__
     nbytes = 4 * (_WORDS + 1)
     room = 0 if base is None else base.__basicsize__ - object.__basicsize__
@@ -64,14 +64,14 @@ def _look_at_python() -> tuple[Any, Any]:
 
 
 class _Numpy:
-    """Numpy's global generator, whose words stand at a public address."""
+    """Numpy's global generator, whose words are at a public address."""
 
     def __init__(self) -> None:
         self._source: Any = None
         self._words: Any = None
 
     def look(self) -> bytes:
-        """Position and words."""
+        """Read its position and words."""
         source = cast("Any", np.random).get_bit_generator()
         if source is not self._source:
             self._source = source
@@ -82,15 +82,15 @@ class _Numpy:
 
     @property
     def has_words(self) -> bool:
-        """Whether it is the usual one; a user may have given numpy another."""
+        """Whether it is numpy's usual generator, whose words can be read; a user may have set another one."""
         return self._words is not None
 
     def state(self) -> Any:
-        """All of it, and the second of two normal numbers that are drawn together."""
+        """Get its whole state, with the second of two normal numbers that are drawn together."""
         return np.random.get_state(legacy=False)  # noqa: NPY002  (what users' legacy calls draw from)
 
     def put_back(self, look: bytes, state: Any) -> None:
-        """Args: look: What ``look`` returned. state: What ``state`` returned then, if it was asked."""
+        """Set it back. Args: look: What ``look`` returned. state: What ``state`` returned then, or None."""
         if not self.has_words:
             self._source.state = state
             return

@@ -23,24 +23,27 @@ class Surroundings:
     """What a unit may see besides its arguments."""
 
     def __init__(self, modules: Sequence[nn.Module], device: Device, where: str) -> None:
-        """Args: where: Names the unit in errors."""
+        """Capture nothing yet. Args: where: Names the unit in errors."""
         self.modules, self.device, self.where = modules, device, where
         self.attributes = Attributes(modules)
         self.registered = [place for m in modules for place in (m._parameters, m._buffers)]
         self.draws_from_numpy = False
         self.changes_silently = device.computes_on_host
-        """Buffers are compared by value after each forward: always where nobody waits for it, else once it was seen."""
+        """Whether buffers are compared by value after each forward.
+
+        Always on the CPU, where nothing waits for it; elsewhere, as soon as one was seen to change silently.
+        """
 
 
 class ForwardState:
-    """Taken before a forward, put back around its recompute."""
+    """What a forward saw: captured before it, put back around its recompute."""
 
     def __init__(self, around: Surroundings, objects: Sequence[Any]) -> None:
-        """Capture. Tensors are copied; ``drop_unchanged`` lets go of large ones that forward left alone.
+        """Capture. Tensors are copied; ``drop_unchanged`` drops copies of large ones that forward left alone.
 
         Args:
-            around: Of the unit.
-            objects: Among the arguments, that the block may change.
+            around: Surroundings of the unit.
+            objects: Objects among the arguments that the block may change.
         """
         self._around, self._is_thorough = around, around.draws_from_numpy
         self._rng = around.device.rng_state()
@@ -48,7 +51,7 @@ class ForwardState:
         self._kinds = dict.fromkeys(("cpu", around.device.torch_device.type))
         self._autocast = _autocast_modes(self._kinds)
         self.caches_casts = torch.is_autocast_cache_enabled()
-        """Whether autocast does, for whoever calls the unit."""
+        """Whether autocast caches casts for the unit's caller."""
         self._default_device = _default_device()
         self._registered = _Registered(around.registered)
         self._attributes = around.attributes.take()
@@ -59,17 +62,17 @@ class ForwardState:
 
     @property
     def flags(self) -> Hashable:
-        """Equal for two forwards in the same modes."""
+        """A value that is equal for two forwards whose modules are in the same modes (training or evaluation)."""
         return tuple([values[0] for values in self._attributes.values])
 
     def look_closely(self) -> None:
-        """Look also where looking takes long."""
+        """Capture also what is slow to capture."""
         if not self._is_thorough:
             self._is_thorough = True
             self._random = GlobalRandom(is_thorough=True)
 
     def drop_unchanged(self) -> None:
-        """Keep of tensors only what forward changed or replaced, and what is small."""
+        """Drop copies of tensors that forward left alone, except small ones."""
         around = self._around
         for tensor in self._tensors:
             if tensor.drop_if_unchanged(by_value=around.changes_silently or self._is_thorough):
@@ -78,7 +81,7 @@ class ForwardState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Make everything as it was before forward, and afterwards as it is now."""
+        """Make everything as it was before forward, for the block; afterwards, make it as it is now."""
         around = self._around
         rng, randoms = around.device.rng_state(), GlobalRandom(is_thorough=self._is_thorough)
         registered = _Registered(around.registered)
@@ -119,7 +122,7 @@ def _put_back(contents: Sequence[Content], tensors: Sequence[SavedTensor], where
 
 
 class _Registered:
-    """Which tensors are registered in modules: ``functional_call`` lends others, a block may replace its buffers."""
+    """Tensors that are registered in modules: ``functional_call`` lends others, and a block may replace its buffers."""
 
     def __init__(self, places: Sequence[dict[str, Any]]) -> None:
         self._places, self._tensors = places, list(map(dict.copy, places))

@@ -16,17 +16,17 @@ from outcore.runtime.recompute.caches import is_filled
 from outcore.torch_private import pytree
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
-"""Most arguments that are no tensors; nothing is hidden in them."""
+"""Types of most arguments that are not tensors. No tensor can be hidden in their values."""
 
 
 class _Place(NamedTuple):
-    """Where a tensor stood."""
+    """Stands for a tensor."""
 
     number: int
 
 
 class _Container(NamedTuple):
-    """What a tuple, list or dict held, by name in a dict, or what was in an instance of a registered class."""
+    """Stands for a tuple, list, dict (whose keys are ``names``) or instance of a registered class."""
 
     kind: type
     parts: list[Any]
@@ -43,7 +43,7 @@ class _Container(NamedTuple):
 
 
 class _Fields(NamedTuple):
-    """Where a dataclass stood: a copy of it without its tensors, and what its fields held."""
+    """Stands for a dataclass: a copy of it without its tensors, and what its fields held."""
 
     shell: Any
     values: dict[str, Any]
@@ -56,7 +56,7 @@ class _Fields(NamedTuple):
 
 
 class _Cache(NamedTuple):
-    """Where an empty key-value cache stood. Who fills it fills one of its own."""
+    """Stands for an empty key-value cache. Each ``fill`` gives an empty cache of its own."""
 
     empty: Any
 
@@ -68,22 +68,22 @@ class Structure(NamedTuple):
     """A nest of containers with places for tensors."""
 
     content: Any
-    """A place, container or dataclass, of such, or a plain value."""
+    """A place, container, dataclass or cache, nested in each other, or a plain value."""
     is_fixed: bool
-    """Tuples hold everything, so nobody can change what is where."""
+    """Whether all containers are tuples, so that nothing can be added or replaced."""
     objects: list[Any]
-    """What nobody can look into, as it came: a block may change it."""
+    """Objects that cannot be taken apart, as they came. A block may change them."""
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Put tensors back, in the order in which ``take_apart`` returned them."""
         return _filled(self.content, tensors)
 
     def is_like(self, other: Structure) -> bool:
-        """Whether the same stands in the same places."""
+        """Whether another structure has the same parts in the same places."""
         return _same(self.content, other.content)
 
     def still_holds(self, nest: Any, tensors: Sequence[torch.Tensor], where: str) -> bool:
-        """Whether a nest that ``fill`` made is still as it was made: nobody added, took out or replaced anything."""
+        """Whether a nest that ``fill`` made is unchanged: nothing was added, taken out or replaced."""
         if self.is_fixed:
             return True
         found, now = take_apart(nest, where, are_results=True)  # a run may have filled its caches
@@ -98,15 +98,16 @@ def take_apart(nest: Any, where: str, *, are_results: bool = False) -> tuple[lis
     """Take the tensors out of a nest of tuples, lists, dicts, dataclasses and registered containers.
 
     Args:
-        nest: Of a call.
-        where: For errors.
-        are_results: It comes out of a block. Of filled key-value caches, which training does not have, None is left.
+        nest: Arguments or results of a call.
+        where: Names the unit in errors.
+        are_results: Whether a block returned the nest. Filled key-value caches, which training does not use, become
+            None then.
 
     Returns:
-        The tensors, each once however often it stands in the nest, and what is left.
+        The tensors, each once however often it is in the nest, and the rest.
 
     Raises:
-        UnsupportedError: A tensor that needs a gradient is hidden in an object that cannot be looked into.
+        UnsupportedError: A tensor that needs a gradient is hidden in an object that cannot be taken apart.
     """
     taking = _Taking(where, are_results=are_results)
     content = taking.apart(nest)
@@ -168,12 +169,12 @@ class _Taking:
 
 
 def plain_values(structure: Structure) -> Iterator[Any]:
-    """Numbers, strings and the like that stand between the tensors."""
+    """Yield the numbers, strings and other plain values beside the tensors."""
     return _plain(structure.content)
 
 
 def sharing_memory(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
-    """Results that share memory with an argument or with one another."""
+    """Indices of results that share memory with an argument or with one another."""
     places = [storage_of(t) for t in (*outputs, *inputs)]
     return [i for i, place in enumerate(places[: len(outputs)]) if place and places.count(place) > 1]
 
@@ -209,7 +210,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _hidden(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Tensors inside an object that is no registered container, as far as one can reasonably look."""
+    """Yield tensors inside an object that is not a registered container, down to a depth of ``depth``."""
     if isinstance(value, torch.Tensor):
         yield value
     elif (

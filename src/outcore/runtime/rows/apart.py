@@ -1,4 +1,4 @@
-"""Whether the rows of a batch are computed each by itself, so that they can be cut: tried, before the first cut."""
+"""Tries, before the first cut, whether the rows of a batch are computed each by itself, so that they can be cut."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from outcore.runtime.recompute.structure import Structure, take_apart
 
 
 class Apart:
-    """Of one module.
+    """Whether the rows of one module are apart.
 
-    It refuses layers that mix rows, batches whose rows do not lie in the first dimension, and arguments with as many
-    elements there as there are rows that are none. Two rows run alone, as they are and with other values in one of
-    them: nothing may change for the one that stays.
+    It refuses layers that mix rows, batches whose rows do not lie in the first dimension, and arguments that have as
+    many elements there as there are rows, but no rows. Two rows run alone: first as they are, then with other values in
+    one of them. The result of the other row must stay the same.
     """
 
     def __init__(self, module: nn.Module, device: Device, where: str, *, is_compiled: bool) -> None:
-        """Args: where: For errors. is_compiled: By torch, which is to make no code for two rows."""
+        """Args: where: For errors. is_compiled: torch has compiled it, but must make no code for two rows."""
         self.where, self._is_compiled = where, is_compiled
         self._around = Surroundings(list(module.modules()), device, where)
         self.known = set[tuple[bool, ...]]()
-        """Which arguments were cut where rows were found to be apart."""
+        """Choices of arguments to cut for which rows were found to be apart."""
 
     def check(
         self, call: Callable[..., Any], tensors: Sequence[torch.Tensor], structure: Structure, flags: tuple[bool, ...]
     ) -> None:
-        """Try it, once for each choice of arguments to cut. It runs in evaluation mode, and leaves no trace.
+        """Try two rows; needed once for each choice of arguments to cut. Runs in evaluation mode and leaves no trace.
 
         Args:
-            call: Runs the module on what ``structure`` is filled with.
-            tensors: Arguments.
-            structure: Of them.
-            flags: Which ones have a row for each of the batch.
+            call: Runs the module on a structure filled with tensors.
+            tensors: The arguments.
+            structure: How the arguments nest.
+            flags: Whether each argument has a row for each row of the batch.
 
         Raises:
             UnsupportedError: Rows are not apart.
@@ -72,7 +72,7 @@ class Apart:
     def _halves(
         self, made: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What each of the two rows gave."""
+        """Yield what each of the two rows gave."""
         for result in made:
             if any(result is t for t in arguments):
                 continue
@@ -90,18 +90,18 @@ class Apart:
 
 
 def _with_new_values(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Which may have any values, by identity: those with a gradient, else the first of numbers. Masks may not."""
+    """Return ids of tensors that may get any values: those with a gradient, else the first float. Masks may not."""
     numbers = [id(t) for t in tensors if t.is_floating_point()]
     return [id(t) for t in tensors if t.requires_grad] or numbers[:1]
 
 
 def _two_rows(tensor: torch.Tensor, other: int | None, *, is_new: bool) -> torch.Tensor:
-    """The first and the last row.
+    """Return the first and the last row.
 
     Args:
         tensor: An argument.
-        other: Which of the two gets other values.
-        is_new: Values that neither has, since both may be alike. Else those of its neighbour.
+        other: Which of the two gets other values; None: neither.
+        is_new: It gets values that neither row has, since both may be alike. Else it gets those of the other row.
     """
     two = tensor.detach()[[0, -1]]
     if other is not None:
@@ -110,7 +110,7 @@ def _two_rows(tensor: torch.Tensor, other: int | None, *, is_new: bool) -> torch
 
 
 def _is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal but for what a kernel rounds otherwise when it sees other numbers, as experts with other counts do."""
+    """Whether results are equal but for rounding: kernels may round otherwise beside other rows, as in experts."""
     if torch.equal(a, b) or not a.is_floating_point():
         return torch.equal(a, b)
     most = 4 * torch.finfo(a.dtype).eps * float(a.abs().amax())

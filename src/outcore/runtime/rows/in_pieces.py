@@ -3,8 +3,7 @@
 [Note: pieces of a batch] The weights of a unit come once for all rows of a batch, however many there are, while
 workspace and what is recomputed are those of one piece. Forward runs the pieces in order. Backward comes to them in
 that order too, since gradients are summed as accumulation sums them; autograd alone would begin with the last.
-What is outside of all units runs in pieces where it is a module with parameters. The rest, the loss among it, sees the
-whole batch.
+Outside of units, modules with parameters run in pieces, too. All else, such as the loss, sees the whole batch.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from outcore.torch_private import as_it_is, order_of, set_order
 
 
 class InPieces:
-    """Stands in for ``forward`` of a module."""
+    """Stands in for the ``forward`` of a module."""
 
     def __init__(
         self,
@@ -47,16 +46,16 @@ class InPieces:
         turn: Callable[[], None] | None = None,
         make_way: Callable[[], None] | None = None,
     ) -> None:
-        """Of ``module.forward``, as it is now.
+        """Wrap ``module.forward`` as it is now.
 
         Args:
             module: A unit, or a part of the root.
             apart: Checks that its rows can be cut.
-            count: Of pieces.
-            are_own: Pieces of arguments get memory of their own.
-            lent: Context that a piece runs in.
+            count: Number of pieces.
+            are_own: Whether pieces of arguments get memory of their own.
+            lent: Opens the context that a piece runs in.
             turn: Called when all pieces have run.
-            make_way: Called before rows are tried: what earlier calls saved leaves.
+            make_way: Called before rows are tried; lets what earlier calls saved leave.
         """
         self._apart, self._count, self._lent, self._turn, self._make_way = apart, count, lent, turn, make_way
         self._where, self._are_own = apart.where, are_own
@@ -127,7 +126,7 @@ class _Results:
         self._wholes: list[Whole | torch.Tensor] = []
         _, self._form = take_apart((), where)
         self.made: list[list[torch.Tensor]] = []
-        """By piece: what stands for its results in the graph."""
+        """Tensors that stand for a piece's results in the graph, by piece."""
 
     def add(self, result: Any, arguments: Sequence[torch.Tensor]) -> None:
         """Take the results of the next piece."""
@@ -143,7 +142,7 @@ class _Results:
         self.made.append([self._put(whole, t) for whole, t in zip(self._wholes, tensors, strict=True)])
 
     def joined(self) -> Any:
-        """All of them, each as one."""
+        """Return all results, each joined into one."""
         tensors = [whole.joined() if isinstance(whole, Whole) else whole for whole in self._wholes]
         return self._form.fill(tensors)
 
@@ -169,7 +168,7 @@ class _Results:
 
 
 def in_pieces(units: Sequence[Unit], count: int, services: Services) -> Iterator[Callable[[], None]]:
-    """Stand in for the forwards of units, the root first, and of what is outside of them. Yields what undoes that."""
+    """Replace forwards of units and of modules outside of them. Yields what undoes it. Args: units: The root first."""
     device, order = services.device, services.activations
     for unit in units[1:]:
         turn = functools.partial(order.turn, unit.ledger) if unit.plan.saved_bytes else None
@@ -187,18 +186,18 @@ def in_pieces(units: Sequence[Unit], count: int, services: Services) -> Iterator
 def _outside(
     module: nn.Module, inside: Container[int], params: Container[int], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules with parameters of the root and no unit, but for those whose forward was replaced.
+    """Yield the largest modules with parameters of the root and without a unit, except those with a replaced forward.
 
     Args:
-        module: Whose children are looked at.
-        inside: Units.
-        params: Of the root.
-        prefix: Of names.
+        module: Its children are looked at.
+        inside: Ids of the modules of units.
+        params: Ids of the root's parameters.
+        prefix: Put before names.
     """
     for name, child in module.named_children():
         if id(child) in inside or not any(id(p) in params for p in child.parameters()):
             continue
-        if "forward" in child.__dict__:  # as that of a head by ``outcore.losses``
+        if "forward" in child.__dict__:  # replaced, as ``outcore.losses`` does with that of a head
             continue
         if has_forward(child) and not any(id(m) in inside for m in child.modules()):
             yield prefix + name, child
@@ -207,7 +206,7 @@ def _outside(
 
 
 def _turn_around(pieces: Sequence[Sequence[torch.Tensor]], begins: Sequence[int]) -> None:
-    """Let backward come to the first piece first. Args: begins: Sequence numbers where pieces begin, and the end."""
+    """Let backward come to the first piece first. Args: begins: Sequence numbers at the pieces' begins, and the end."""
     for i, made in enumerate(pieces):
         start, end = begins[i], begins[i + 1]
         shift = begins[0] + begins[-1] - end - start

@@ -17,7 +17,7 @@ from outcore.torch_private import is_executed
 
 
 class Lender:
-    """Of parameters of the root. Without it autograd would sum over pieces, in the dtype of the parameter."""
+    """Lends parameters of the root. Without it autograd would sum over pieces, in the dtype of the parameter."""
 
     def __init__(self, unit: Unit, sink: GradientSink) -> None:
         """Args: unit: The root. sink: Takes the gradient of each piece."""
@@ -29,7 +29,7 @@ class Lender:
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
 
     def lent_to(self, modules: Sequence[nn.Module]) -> Callable[[], Any]:
-        """Returns what opens a context in which the modules have stand-ins of their trainable parameters."""
+        """Return what opens a context in which the modules have stand-ins for their trainable parameters."""
         places = [
             (module._parameters, name, self._indices[id(param)])
             for module in modules
@@ -44,7 +44,7 @@ class Lender:
                 for slots, name, index in places:
                     param = self._trainable[index]
                     if isinstance(param, AbsentParameter):
-                        param.owner.make_present()  # not in what follows, which counts as evaluation
+                        param.owner.make_present()  # not inside of ``apply``, where it would count as evaluation
                     if param.requires_grad:
                         slots[name] = _Lent.apply(self, index, self._anchor, param)
                 yield
@@ -55,7 +55,7 @@ class Lender:
         return lent
 
     def take(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """A gradient of one piece. Returns what autograd itself is to accumulate."""
+        """Take the gradient of one piece. Returns what autograd itself must accumulate."""
         param = self._trainable[index]
         if not param.requires_grad:  # frozen since forward
             return None
@@ -70,7 +70,7 @@ class _Lent(torch.autograd.Function):
     def forward(ctx: Any, lender: Lender, index: int, _: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         ctx.lender, ctx.index = lender, index
         ctx.set_materialize_grads(False)
-        return param.detach()  # with its version: an edit before backward is noticed
+        return param.detach()  # shares the version counter: an edit before backward is noticed
 
     @staticmethod
     @once_differentiable

@@ -1,1 +1,1 @@
-"""A unit at run time, the memory of a run, and what all trades share."""
+"""A unit at run time, the memory of a run, and the port that carries out operations."""

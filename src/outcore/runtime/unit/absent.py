@@ -1,7 +1,8 @@
 """Absent parameters: between calls of its unit a parameter answers questions about itself and refuses to be read.
 
-Python classes are switched, not objects: module, optimizer and user keep the very same ``Parameter``. Beneath it lies a
-zero-stride view of one NaN. So a read that slips past the class, as of C++ that takes a pointer, cannot look right.
+The Python class is switched, not the object: module, optimizer and user keep the very same ``Parameter``. Its memory is
+a zero-stride view of one NaN. So a read that bypasses the class, for example in C++ through a pointer, cannot look
+right.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from outcore.torch_private import as_it_is, plain_torch_function, without_torch_
 
 
 class Owner(Protocol):
-    """Whoever knows where the bytes of an absent parameter are."""
+    """The object that knows where the bytes of an absent parameter are."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes that train the model together."""
+        """Number of processes that train the model together."""
 
     def name_of(self, param: torch.Tensor) -> str:
-        """Fully qualified name."""
+        """Return the fully qualified name of a parameter."""
 
     def make_present(self) -> bool:
-        """Give the parameters their values back if that needs no fetch: an update on the device is under way."""
+        """Give the parameters their values back if that needs no fetch, and return whether it did.
+
+        No fetch is needed if the home is on the device and is only being written by an update.
+        """
 
     def absence(self) -> str:
-        """Where the bytes are, for the error."""
+        """Return where the bytes are, for the error."""
 
 
 def _getter(name: str) -> Callable[..., Any]:
@@ -47,7 +51,7 @@ METADATA: frozenset[Callable[..., Any]] = frozenset(
     + [_TENSOR.size, _TENSOR.numel, _TENSOR.nelement, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.element_size]
     + [_TENSOR.is_floating_point, _TENSOR.is_complex, _TENSOR.__hash__, _TENSOR.__len__, _TENSOR.get_device]
     + [_TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR.register_hook]
-    + [_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__]  # units look at it when it matters
+    + [_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__]  # units check requires_grad when it matters
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
 _ASKED_OFTEN = "grad requires_grad shape dtype device _post_accumulate_grad_hooks"  # by loops, optimizers and outcore
@@ -76,7 +80,7 @@ class AbsentParameter(Parameter):
         if func in _BACKWARDS:
             return _name_for_gradients(func, args, kwargs)
         if cls.owner.make_present():
-            # The class may watch who asks for data.
+            # Not func itself: the class that the parameter has now may watch reads of ``data``.
             return args[0].data if func == _DATA else func(*args, **kwargs)
         if func is _TENSOR.register_post_accumulate_grad_hook:
             raise UnsupportedError(
@@ -87,24 +91,24 @@ class AbsentParameter(Parameter):
         return _refuse(cls.owner, getattr(func, "__name__", str(func)), (*args, *kwargs.values()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy if the bytes can be had, else refuse: the copy would hold no values."""
+        """Copy if the bytes are available, else refuse, since the copy would hold no values."""
         if self.owner.make_present():
             return Parameter.__deepcopy__(self, memo)
         return _refuse(self.owner, "copy.deepcopy", (self,))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle if the bytes can be had, else refuse."""
+        """Pickle if the bytes are available, else refuse."""
         if self.owner.make_present():
             return Parameter.__reduce_ex__(self, protocol)
         return _refuse(self.owner, "pickling", (self,))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Name and metadata in place of values."""
+        """Return name and metadata in place of values."""
         return f"AbsentParameter('{self.owner.name_of(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _answered(name: str) -> property:
-    """A question answered at once: the way through ``__torch_function__`` takes seven times as long."""
+    """Return a property that answers a question directly, since ``__torch_function__`` takes seven times as long."""
     known = getattr(torch.Tensor, name)
 
     def ask(self: AbsentParameter) -> Any:
@@ -123,10 +127,10 @@ for _name in _ASKED_OFTEN.split():
 
 
 class WatchedParameter(Parameter):
-    """A parameter on the device whose master or home is elsewhere: remembers that ``data`` was asked for or replaced.
+    """A parameter on the device whose master or home is elsewhere. It remembers if ``data`` was read or replaced.
 
-    Through ``data`` it can be changed without its version counter telling. One class for all units, since what compiles
-    a block asks for the classes of its parameters.
+    Through ``data`` it can be changed without a change of its version counter. All units share one class, since code
+    that compiles a block checks the classes of its parameters.
     """
 
     touched: set[int]
@@ -135,7 +139,7 @@ class WatchedParameter(Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The value, without history."""
+        """The value without autograd history."""
         self.touched.add(self.place)
         return cast("torch.Tensor", _TENSOR.data.__get__(self))
 
@@ -145,29 +149,29 @@ class WatchedParameter(Parameter):
         _TENSOR.data.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        """An ordinary parameter."""
+        """Return an ordinary parameter with the same value."""
         copied = Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
         memo[id(self)] = copied
         return copied
 
 
 def _is_question(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """``p.type()`` asks; ``p.type(dtype)`` converts."""
+    """Return whether a call of ``type`` only asks: ``p.type()`` asks, ``p.type(dtype)`` converts."""
     return func is _TENSOR.type and len(args) == 1 and not kwargs
 
 
 def absent_class(owner: Owner) -> type[AbsentParameter]:
-    """The class that parameters of ``owner`` have while they are absent."""
+    """Return the class that parameters of ``owner`` have while they are absent."""
     return type("AbsentParameter", (AbsentParameter,), {"owner": owner, "__module__": __name__})
 
 
 def of_kind(absent: type[AbsentParameter], kind: type[Parameter]) -> type[AbsentParameter]:
-    """The class of absent parameters that are of a library's own kind: it goes on telling them by that."""
+    """Return the class of absent parameters that have a library's own class, by which the library recognises them."""
     return absent if kind is Parameter else type(absent.__name__, (absent, kind), {"__module__": __name__})
 
 
 def unfreezing_refusal(name: str) -> str:
-    """The error for training a parameter that has no memory for it."""
+    """Return the error for a parameter that is to be trained although no memory was taken for that."""
     return (
         f"expected '{name}' to stay frozen, as it was at outcore.prepare(), which took no memory for its gradient and "
         "states, but requires_grad was set to True; set requires_grad=True and add adapters before prepare, and freeze "
@@ -176,7 +180,7 @@ def unfreezing_refusal(name: str) -> str:
 
 
 def called_inside(where: str) -> str:
-    """The error for a unit that another unit's forward calls."""
+    """Return the error for a unit that another unit's forward calls."""
     return (
         f"{where}: expected to be called from outside of other units, but another unit's forward calls it, and a "
         "unit's own graph cannot hold another unit; give outcore.prepare(units=...) the modules that contain both"
@@ -184,7 +188,7 @@ def called_inside(where: str) -> str:
 
 
 def _name_for_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a backward that is to give gradients of absent parameters: they are named there, not read."""
+    """Run a backward that computes gradients of absent parameters. It names the parameters but does not read them."""
     named = [
         p for p in _flat((*args, *kwargs.values())) if isinstance(p, AbsentParameter) and not p.owner.make_present()
     ]
@@ -206,7 +210,7 @@ def _flat(values: Any) -> Iterator[Any]:
 def _refuse(owner: Owner, action: str, args: Any) -> NoReturn:
     param = next((a for a in _flat(args) if isinstance(a, AbsentParameter)), None)
     name = "?" if param is None else owner.name_of(param)
-    refuse_process_group(f"'{name}'", owner.num_ranks)  # what wraps or shards the model reads its parameters
+    refuse_process_group(f"'{name}'", owner.num_ranks)  # code that wraps or shards the model reads its parameters
     raise AbsentParameterError(
         f"expected a parameter on the device, but '{name}' is {owner.absence()} (asked for: {action}). "
         "Read or change it inside 'with outcore.gathered(model, write=...)', or stream all with "

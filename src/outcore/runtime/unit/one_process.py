@@ -1,7 +1,7 @@
-"""What outcore and others may not both do: replicate or shard a model, or have it stepped by other ranks.
+"""Refuses models that other libraries replicate or shard, and process groups whose ranks do not train together.
 
-Without this, every rank would train a model of its own: gradients never meet, since neither ``torchrun`` nor a process
-group changes what a plain loop computes.
+Without this, every rank would train a model of its own: gradients would never meet, since neither ``torchrun`` nor a
+process group changes what a plain loop computes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedD
 
 
 _measured: list[None] = []
-"""As many as there are models to measure with."""
+"""One entry for each running ``measuring`` block."""
 
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """Inside, one rank may run a model of its own: it measures its machine with it, and the others wait."""
+    """Allow one rank to run a model of its own inside the block. It measures its machine with it; the others wait."""
     _measured.append(None)
     try:
         yield
@@ -36,14 +36,16 @@ def measuring() -> Iterator[None]:
 
 @as_it_is
 def refuse_process_group(who: str, num_ranks: int = 1) -> None:
-    """Refuse a process group of others than train together. Takes less than a microsecond if there is none.
+    """Refuse a process group of several ranks if only one rank trains the model.
+
+    Takes less than a microsecond if there is no process group.
 
     Args:
-        who: Refuses, for the error.
-        num_ranks: So many train together.
+        who: Name of what refuses, for the error.
+        num_ranks: Number of ranks that train the model together.
 
     Raises:
-        UnsupportedError: There is one.
+        UnsupportedError: There is such a group.
     """
     if num_ranks == 1 and not _measured and distributed.is_available() and distributed.is_initialized():
         if distributed.get_world_size() > 1:
@@ -54,11 +56,11 @@ def refuse_process_group(who: str, num_ranks: int = 1) -> None:
 
 
 def refuse_wrapped(who: str, model: nn.Module) -> None:
-    """Refuse a model that somebody else replicates or shards.
+    """Refuse a model that another library replicates or shards.
 
     Args:
-        who: Refuses, for the error.
-        model: Looked at as a whole.
+        who: Name of what refuses, for the error.
+        model: The model; all its modules and parameters are looked at.
 
     Raises:
         UnsupportedError: A module is wrapped in DDP, FSDP or DataParallel, or a parameter is sharded.
@@ -73,14 +75,14 @@ def refuse_wrapped(who: str, model: nn.Module) -> None:
 
 
 class RefuseReplicas:
-    """What DDP and DataParallel ask a module before they replicate it: a prepared one refuses."""
+    """An object that makes DDP and DataParallel fail when they ask a prepared model for it before replicating it."""
 
     def __call__(self, *_: object) -> NoReturn:
-        """DataParallel copies the module."""
+        """Refuse DataParallel, which calls this to copy the module."""
         _refuse_wrapper("DataParallel", "the prepared model", "DataParallel")
 
     def __iter__(self) -> Iterator[str]:
-        """DDP asks which parameters to leave alone."""
+        """Refuse DDP, which asks here which parameters to leave alone."""
         _refuse_wrapper("DistributedDataParallel", "the prepared model", "DistributedDataParallel")
 
 

@@ -1,4 +1,4 @@
-"""The order of a step, carried out: operations get their work and go to the device's lanes."""
+"""The order of a step in a run: operations get their work and go to the device's lanes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _VISITS = frozenset(phase.value for phase in Phase)
 
 
 class LivePort:
-    """Takes operations, in order. See ``order.port.Port``."""
+    """Takes operations in the order of submission. See ``order.port.Port``."""
 
     def __init__(self, device: Device, traffic: Traffic, store: Callable[[], DiskStore]) -> None:
-        """Args: store: The disk tier of a plan that has one."""
+        """Args: store: Returns the disk tier; called only if the plan has one."""
         self._device, self._traffic, self._store = device, traffic, store
 
     def submit(
@@ -66,7 +66,7 @@ class LivePort:
         writes: Sequence[Span] = (),
         after: After[Handle],
     ) -> Handle:
-        """Order compute; the caller then does the work."""
+        """Let compute wait for ``after``. The caller then does the work."""
         name = f"use weights of {unit.name}" if kind in _VISITS else f"{kind} {unit.name}"
         return self._device.compute(
             name,
@@ -76,19 +76,19 @@ class LivePort:
         )
 
     def mark(self, what: str, unit: Ledger[Handle], *, wrote: Sequence[Span] = ()) -> Handle:
-        """Behind everything that compute was given so far."""
+        """Return a handle that is done when compute has done all that it was given so far."""
         name = f"{unit.name}: {what}"
         if wrote:
             self._device.compute(name, writes=list(map(_region, map(_memory, wrote))))
         return self._device.mark(name)
 
     def wait(self, label: str, dependency: Dependency[Handle], *, frees: Sequence[Span] = ()) -> None:
-        """Block the host."""
+        """Block the host until these operations are over."""
         self._device.wait(label, dependency)
         self._device.host_access(f"free: {label}", writes=list(map(_region, map(_memory, frees))))
 
     def freed(self, of: Home[Handle] | Slot[Handle], lane: Lane, after: After[Handle] = NOTHING) -> Handle | None:
-        """Poison the bytes, if faults say so."""
+        """Poison the bytes, if the faults include poison."""
         return self._device.poison(of.memory, lane, after)
 
     def _copy(self, sources: Sequence[Any], targets: Sequence[Any], is_wanted: Answer | None) -> Callable[[], object]:
@@ -121,13 +121,13 @@ class LivePort:
 
 
 class Traffic:
-    """Counters, counted when an operation is submitted, and taken back if it is not due when its turn comes."""
+    """Counters of moved bytes: raised when an operation is submitted, and lowered if it is not due at its turn."""
 
     def __init__(self) -> None:
         self._bytes, self._skipped = dict.fromkeys(Lane, 0), dict.fromkeys(Lane, 0)
 
     def add(self, lane: Lane, nbytes: int, is_due: Answer | None = None) -> Answer | None:
-        """Count bytes. Returns what the lane is to ask in place of ``is_due``."""
+        """Count bytes. Returns the question that the lane must ask instead of ``is_due``."""
         self._bytes[lane] += nbytes
         if is_due is None:
             return None
@@ -137,15 +137,15 @@ class Traffic:
             if is_due():
                 return True
             while counted:
-                self._skipped[lane] += counted.pop()  # the thread of the lane alone writes it
+                self._skipped[lane] += counted.pop()  # only the lane's own thread writes this
             return False
 
         return answer
 
     def since(self, totals: Mapping[str, int]) -> dict[str, int]:
-        """Lane name -> bytes that were counted after these ``totals``."""
+        """Return lane name -> bytes counted since these ``totals`` were taken."""
         return {lane: nbytes - totals[lane] for lane, nbytes in self.totals().items()}
 
     def totals(self) -> dict[str, int]:
-        """Lane name -> bytes."""
+        """Return lane name -> bytes."""
         return {lane.value: nbytes - self._skipped[lane] for lane, nbytes in self._bytes.items()}

@@ -1,11 +1,11 @@
-"""What is done behind a forward or a backward that an exception cut short: Ctrl-C, out of memory, a user's own.
+"""Recovery from a forward or backward that an exception cut short: Ctrl-C, out of memory, or one of the user's.
 
-[Note: cut short] Such an exception can come between any two statements: a slot was taken and nobody knows by whom, an
-operation was submitted and its handle is lost, a call has begun and will not end. What undoes such things one by one
-can be interrupted too. So whoever notices only says so. The next thing that is asked of the engine first waits for
-everything that is under way. Then it puts calls, slots and passes into the one state that they have when nothing runs.
-Homes are left alone: forward and backward change no weights and no states there, and gradients that may not be whole
-are known to be lost.
+[Note: cut short] Such an exception can come between any two statements: a slot was taken and its holder is unknown, an
+operation was submitted and its handle is lost, a call has begun and will not end. Code that undoes such things one by
+one could be interrupted, too. So code that notices an interruption only sets a flag. The next request to the engine
+first waits for everything that is under way. Then it puts calls, slots and passes into the state that they have when
+nothing runs. Homes are left alone: forward and backward change no weights and no states there, and gradients that may
+be incomplete are known to be lost.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from outcore.spec.lanes import RANK_LANES, Lane
 
 
 class Recovery:
-    """Whether something was cut short, and what makes the bookkeeping whole. See [Note: cut short]."""
+    """Knows whether something was cut short, and repairs the bookkeeping. See [Note: cut short]."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.is_due = False
         self.signs: list[Callable[[], None]] = []
-        """Asked when there is time: they set ``is_due`` if they find something that was cut short unseen."""
+        """Functions that set ``is_due`` if they find something that was cut short unnoticed."""
         self.parts: list[Callable[[], None]] = []
-        """Each puts its own bookkeeping into the state in which nothing runs, and nothing is in flight by then."""
+        """Functions that put a part's own bookkeeping into its idle state.
+        When they are called nothing is in flight."""
 
     def notice(self) -> None:
-        """Find out whether anything was cut short."""
+        """Ask all ``signs`` whether anything was cut short."""
         for notice in self.signs:
             notice()
 
     def look(self) -> None:
-        """Run if anything was cut short."""
+        """Repair the bookkeeping if anything was cut short."""
         self.notice()
         if self.is_due:
             self.run()
 
     def run(self) -> None:
-        """Interrupted itself, it is run again as a whole."""
+        """Repair the bookkeeping. If this is interrupted, it is run again as a whole."""
         for lane in set(Lane) - set(
             RANK_LANES
-        ):  # an operation that was interrupted while it was submitted has no other that follows it
+        ):  # an operation whose submission was interrupted may have no other operation behind it
             self.device.submit(lane, "catch up", _nothing)
         self.device.synchronize()
-        self.device.refuse_after_failure()  # never forgotten: handles of operations that failed are thrown away here
+        self.device.refuse_after_failure()  # here, since the handles of failed operations are thrown away below
         for part in self.parts:
             part()
         self.is_due = False

@@ -1,4 +1,4 @@
-"""The memory of a run: an arena per tier, out of which come homes and slots, exactly as a plan reserves them."""
+"""The memory of a run: one arena per tier, from which homes and slots are cut exactly as the plan reserves them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Tiers:
     def __init__(
         self, model: ModelSpec, plan: Plan, device: Device, paths: Sequence[Path], world: World | None = None
     ) -> None:
-        """Allocate everything. Pages are taken as they are written, and the rest by ``settle``.
+        """Allocate everything. Pages are touched as first values are written, and the rest by ``settle``.
 
         Args:
-            model: Units in the plan's order.
-            plan: Already checked against the model.
-            device: Delivers device memory and registers host memory with its driver.
+            model: Model with units in the plan's order.
+            plan: Plan that was checked against the model.
+            device: Device that provides its memory and registers host memory with its driver.
             paths: Folders of the disk tier; needed if the plan uses it.
-            world: The ranks that train together; None: there is one.
+            world: The ranks that train together; None: a single rank.
 
         Raises:
-            MemoryBudgetError: A tier cannot deliver what the plan takes.
+            MemoryBudgetError: A tier cannot provide what the plan takes.
             DiskError: The disk tier cannot be opened.
         """
-        # Buffers stay where they are; gradients of a plain plan are autograd's own tensors.
+        # Module buffers stay where they are; gradients of a plain plan are autograd's own tensors.
         elsewhere = ("buffers", "workspace", *(["gradients"] if plan.plain else []))
         self._items = [r for r in reservations(model, plan) if r.kind not in elsewhere and not is_temporary(r)]
         total = dict.fromkeys(("device", "host", "disk", "shared"), 0)
@@ -85,7 +85,7 @@ class Tiers:
         return self._arenas[_arena_of(item)].take(item.nbytes * item.num_sharers)
 
     def settle(self) -> None:
-        """First values are written: take all pages that nobody has touched, and pin host memory."""
+        """Touch all pages that are still untouched, and pin host memory. Call this when first values are written."""
         self._device.touch_memory()
         if self._host is not None:
             self._host.touch()
@@ -95,7 +95,7 @@ class Tiers:
         self.host_is_pinned = bool(self._pinned)
 
     def store(self) -> DiskStore:
-        """The disk tier of a plan that has one."""
+        """Return the disk tier. The plan must have one."""
         if self.disk is None:
             raise AssertionError("bytes on disk without a disk tier")
         return self.disk

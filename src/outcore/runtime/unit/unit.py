@@ -1,10 +1,11 @@
-"""A unit at run time: its module and parameters, the homes of its bytes, and what stands beneath its parameters.
+"""A unit at run time: its module and parameters, the homes of its bytes, and what its parameters point at.
 
 [Note: presence] Between calls the parameters of most units have no bytes. While a call runs they are views of a slot.
-Weights that live on the device are views of their home, between calls too. For the length of a block ``gathered`` gives
-them tensors of their own. ``LEGAL`` has all changes between these; any other is a bug of outcore and raises at once.
-Whether a *slot* holds the weights of a unit is another matter (``order.weights``): they are brought there before the
-parameters are bound, and stay afterwards.
+Parameters whose weights live on the device are views of their home, also between calls. For the length of a block
+``gathered`` gives parameters tensors of their own. ``LEGAL`` lists all changes between these states; any other change
+is a bug of outcore and raises at once.
+Whether a *slot* holds the weights of a unit is a different question (``order.weights``): they are brought there before
+the parameters are bound, and stay afterwards.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from outcore.spec.model import ParamSpec
 
 
 class Unit:
-    """What all trades know of one unit. The bytes are moved by ``Weights``, ``Gradients`` and ``Updates``.
+    """The state of one unit that weights, gradients and updates share. Other classes move its bytes.
 
     Attributes:
-        ledger: Where its bytes live, and which operations wrote and read them last.
-        presence: What stands beneath its parameters.
+        ledger: Homes of its bytes, with the operations that wrote and read them last.
+        presence: State of its parameters.
         views: Tensors over its bytes.
         gradient_form: Dtypes of its gradients.
-        steps: Updates so far, by trainable parameter.
-        weights_version: Counts changes, so that a backward notices that these are not its forward's weights.
-        states_version: Counts changes by anybody but an update.
+        steps: Number of updates so far, by trainable parameter.
+        weights_version: Number of changes of its weights. A backward compares it with that of its forward.
+        states_version: Number of changes of its states that were not made by an update.
     """
 
     def __init__(self, ledger: Ledger[Handle], module: nn.Module, params: list[Parameter], owner: Owner) -> None:
-        """Args: params: In the spec's order. owner: Answers for absent parameters."""
+        """Args: params: Parameters in the spec's order. owner: Answers for absent parameters."""
         self.ledger, self.module, self.params = ledger, module, params
         spec = self.spec = ledger.spec
         self.plan = ledger.plan
-        self.name = spec.name  # of the module, fully qualified; "" for the root
-        self.label = ledger.name  # for people
+        self.name = spec.name  # fully qualified name of the module; "" for the root
+        self.label = ledger.name  # for messages
         self.num_trainable = len(spec.trainable)  # they come first in ``params``
         self.modules = list(module.modules()) if spec.name else []
         self.views = Views(spec, ledger.state_specs, ledger.cut)
@@ -63,13 +64,13 @@ class Unit:
         self.states_version = 0
 
     def device_buffer(self) -> Buffer | None:
-        """Where the weights are on the device now, if they are."""
+        """Return where the weights are on the device now, or None if they are not."""
         ledger = self.ledger
         place = ledger.weights if ledger.cut.is_resident else ledger.slot
         return None if place is None else place.memory
 
     def show(self) -> None:
-        """Make the parameters present where the weights are on the device now."""
+        """Make the parameters present, as views of the weights where they are on the device now."""
         buffer = self.device_buffer()
         if buffer is None:  # the unit has no bytes at all
             self.presence.show([torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.params])
@@ -84,16 +85,16 @@ class Unit:
 
 
 class Beneath(enum.Enum):
-    """What the parameters of a unit are views of."""
+    """States of a unit's parameters, by what they are views of."""
 
     ABSENT = "absent"
-    """A NaN, or a home on the device that is being written: reading a parameter raises, or waits."""
+    """Views of a NaN, or of a home on the device that is being written. Reading a parameter raises, or waits."""
     AT_HOME = "at home"
-    """Their home on the device, which calls use and a user may edit."""
+    """Views of their home on the device, which calls use and a user may edit."""
     BOUND = "bound"
-    """A slot on the device, while calls run."""
+    """Views of a slot on the device, while calls run."""
     GATHERED = "gathered"
-    """Each has a tensor of its own, until ``gathered`` ends. Calls use these."""
+    """Tensors of their own, until ``gathered`` ends. Calls use these."""
 
 
 LEGAL: Final[Mapping[Beneath, Mapping[Beneath, str]]] = {
@@ -116,11 +117,11 @@ LEGAL: Final[Mapping[Beneath, Mapping[Beneath, str]]] = {
         Beneath.ABSENT: "the block is over",
     },
 }
-"""From -> to: when."""
+"""Legal changes, from -> to, each with its occasion."""
 
 
 class Presence:
-    """The parameters of one unit. See [Note: presence]."""
+    """State of the parameters of one unit. See [Note: presence]."""
 
     def __init__(
         self,
@@ -132,46 +133,46 @@ class Presence:
         is_resident: bool,
         has_master: bool,
     ) -> None:
-        """Not yet taken over: the parameters have values of the user's.
+        """Nothing is taken over yet: the parameters still have the user's values.
 
         Args:
-            name: Of the unit, for people.
-            params: All.
-            specs: Theirs.
-            absent_class: What they are while they are absent.
-            is_resident: Their home is the device.
-            has_master: An update starts from something else than the weights.
+            name: Name of the unit, for messages.
+            params: All parameters of the unit.
+            specs: Their specs.
+            absent_class: Class of parameters while they are absent.
+            is_resident: Whether their home is the device.
+            has_master: Whether an update starts from master weights instead of the weights.
         """
         self._name, self._params, self._specs = name, params, specs
         self.classes = [present_class(param) for param in params]
-        """Of the parameters while they are present."""
+        """Classes of the parameters while they are present."""
         self._absent = [of_kind(absent_class, kind) for kind in self.classes]
         self.absent_class = absent_class
         self.now = Beneath.ABSENT
         self.num_calls = 0
-        """Calls that run; ``Weights`` counts them."""
+        """Number of running calls; ``Weights`` counts them."""
         self.bound: list[torch.Tensor] | None = None
-        """What the parameters were in a call that goes on, while they have tensors of their own."""
+        """Tensors to which a running call had bound the parameters, while these have tensors of their own."""
         self.saved: Handle | None = None
-        """What copies the home on the device to a checkpoint. See [Note: weights that are saved]."""
+        """Operation that copies the home on the device to a checkpoint. See [Note: weights that are saved]."""
         self.is_withdrawn = False
-        """Whether parameters that are at home are shown to nobody but calls of their unit."""
+        """Whether parameters that are at home are shown only to calls of their unit."""
         self._lent: list[type[Parameter]] = []
-        """Their classes while they are."""
+        """Classes of withdrawn parameters while they are shown."""
         self._visible = Beneath.AT_HOME if is_resident else Beneath.BOUND
         self.watch = Watch(params, is_resident=is_resident, has_master=has_master)
         self._nothing: dict[torch.device, list[torch.Tensor]] = {}
 
     def show(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The parameters are views of their home on the device, or of the slot where calls use them."""
+        """Make the parameters views of their home on the device, or of the slot where calls use them."""
         self._check(self._visible)
         self.is_withdrawn = False
         self._point_at(tensors)
         self.watch.begin()
-        self.now = self._visible  # last, so that what is cut short is shown again
+        self.now = self._visible  # last, so that after an interruption the parameters are shown again
 
     def hide(self, *, device: torch.device | None = None) -> None:
-        """Reading them raises. With ``device`` their bytes are replaced by a NaN there, else left in place."""
+        """Make reading the parameters raise. With ``device`` a NaN there replaces their bytes; else these stay."""
         self._check(Beneath.ABSENT)
         self.now, self.bound, self.is_withdrawn = Beneath.ABSENT, None, False
         if device is not None:
@@ -182,7 +183,7 @@ class Presence:
             param.__class__ = kind
 
     def withdraw(self) -> None:
-        """Whoever asks for the values of parameters that are at home must ask ``Weights``."""
+        """Show parameters that are at home only to calls of their unit. Other readers must ask ``Weights``."""
         if self.now is Beneath.AT_HOME and not self.is_withdrawn:
             self.is_withdrawn, self._lent = True, [type(param) for param in self._params]
             for param, kind in zip(self._params, self._absent, strict=True):
@@ -196,7 +197,7 @@ class Presence:
                 param.__class__ = kind
 
     def gather(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Each parameter has a tensor of its own until it rests."""
+        """Give each parameter a tensor of its own, until ``hide``."""
         self._check(Beneath.GATHERED)
         if self.now is Beneath.BOUND:
             self.bound = [param.detach() for param in self._params]
@@ -222,48 +223,48 @@ class Presence:
 
 
 class Watch:
-    """What a user may have done to parameters that are present. See [Note: edits]."""
+    """Watches for edits by the user of parameters that are present. See [Note: edits]."""
 
     def __init__(self, params: Sequence[Parameter], *, is_resident: bool, has_master: bool) -> None:
-        """Args: is_resident: A user may edit the home itself. has_master: Its master must follow then."""
+        """Args: is_resident: The user may edit the home itself. has_master: A master must follow such edits."""
         self._params, self._is_resident = params, is_resident
         self.is_shared = False
-        """Somebody changes parameters in place without asking: the unit in forward, or who kept what ``data`` gave."""
+        """True if parameters may change in place unseen: by the unit in forward, or by a caller that kept ``data``."""
         self.versions: list[int] = []
         self.touched: set[int] = set()
         self._is_on = has_master or not is_resident
 
     def begin(self) -> None:
-        """The parameters have become present, and are plain ones."""
+        """Begin to watch parameters that have just become present with their own classes."""
         if self._is_on:
             for i, param in enumerate(self._params):
-                if type(param) is Parameter:  # a quantised one is nobody's to edit
+                if type(param) is Parameter:  # quantised ones must not be edited
                     param.__class__ = WatchedParameter
                     param.touched, param.place = self.touched, i  # type: ignore[attr-defined]
         self.note_versions()
 
     def note_versions(self) -> None:
-        """Edits of the home up to here are known."""
+        """Take all edits of the home so far as known."""
         if self._is_resident:
             self.touched.clear()
             self.versions = [p._version for p in self._params]
 
     def look(self) -> None:
-        """Remember whether parameters of a resident unit were edited since ``note_versions``."""
+        """Set ``is_shared`` if parameters of a resident unit were edited since ``note_versions``."""
         self.is_shared |= bool(self.touched or self.edited())
 
     def edited(self) -> list[int]:
-        """Parameters of a resident unit that were changed in place since ``note_versions``."""
+        """Return the indices of a resident unit's parameters that were changed in place since ``note_versions``."""
         return [i for i, version in enumerate(self.versions) if self._params[i]._version != version]
 
     def note_change(self, index: int) -> None:
-        """A parameter's bytes were changed under it: autograd is told, and it is no edit of the user's."""
+        """Tell autograd that a parameter's bytes were changed beneath it. It does not count as an edit by the user."""
         torch.autograd.graph.increment_version(self._params[index])
         if self.versions:
             self.versions[index] = self._params[index]._version
 
 
 def absent_view(spec: ParamSpec, device: torch.device) -> torch.Tensor:
-    """A view of one NaN with the parameter's shape and no strides: a few bytes whatever the shape."""
+    """Return a view of one NaN with the parameter's shape and zero strides: a few bytes, whatever the shape."""
     with torch.inference_mode(mode=False):
         return nothing(torch_dtype(spec.dtype), device).as_strided(spec.shape, (0,) * len(spec.shape))

@@ -15,7 +15,7 @@ from outcore.spec.model import ParamSpec, Part, UnitSpec, row_major
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a spec's dtype name."""
+    """Return the torch dtype of a spec's dtype name."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"no dtype '{name}'")
@@ -23,16 +23,16 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One NaN; of a dtype that has none, the largest value."""
+    """Return a tensor with one NaN, or with the largest value of a dtype that has no NaN."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
     return torch.full((1,), value, dtype=dtype, device=device)
 
 
 class Views:
-    """Made once per buffer; buffers live as long as the unit."""
+    """Views of a unit's buffers. They are made once per buffer, since buffers live as long as the unit."""
 
     def __init__(self, spec: UnitSpec, states: Mapping[str, StateSpec], cut: WeightsHome) -> None:
-        """Args: states: What is in the states home. cut: Which weights are here."""
+        """Args: states: States in the states home, by name. cut: Weights that rest with this rank."""
         self._own_parts = cut.own_parts
         self._spec, self._states, self._num_trainable = spec, states, len(spec.trainable)
         self._made: dict[tuple[str, Region], list[torch.Tensor]] = {}
@@ -42,54 +42,55 @@ class Views:
             for own in forms
         ]
         self.state_names = [tuple(form.name for form in own) for own in named]
-        """Of every trained parameter, without an fp32 master."""
+        """Names of the states of every trainable parameter, without an fp32 master."""
         self.numbers = [
             tuple(form.name for form in own if form.is_number and not param.is_whole)
             for own, param in zip(named, spec.trainable, strict=True)
         ]
-        """States that are one number, which a step reads before it begins: what is not cut needs none."""
+        """Names of states that are a single number, which a step reads before it begins.
+        Empty for a parameter that is updated as a whole."""
         self.dtypes = [
             {name: torch_dtype(dtype) for name, dtype in updated_in(param).items()} if numbers else {}
             for param, numbers in zip(spec.trainable, self.numbers, strict=True)
         ]
-        """Of those that have such: of the parameter ("") and all its states, as they are updated."""
+        """Dtypes in which a parameter ("") and its states are updated. Empty for a parameter without ``numbers``."""
         self.codes = [codes_of(own, param.name) for own, param in zip(forms, spec.trainable, strict=True)]
         self.is_compact = [codes is not None and "master" in codes.formats for codes in self.codes]
-        """Whether the master of a parameter is what its weight lacks."""
+        """Whether the master of a parameter stores only what its weight lacks."""
 
     def weights(self, buffer: Buffer) -> list[torch.Tensor]:
-        """All parameters over a buffer in the weights layout."""
+        """Return views of all parameters over a buffer in the weights layout."""
         return self._once("weights", buffer, lambda: _shaped_views(self._spec, self._spec.weight_parts, buffer))
 
     def native(self, buffer: Buffer) -> list[torch.Tensor]:
-        """Gradients of the trainable parameters over a bucket, or another buffer in native form."""
+        """Return views of the trainable parameters' gradients over a bucket, or over another buffer in native form."""
         parts = self._spec.bucket_parts
         return self._once("native", buffer, lambda: _shaped_views(self._spec, parts, buffer))
 
     def flat(self, buffer: Buffer) -> list[torch.Tensor]:
-        """The trainable parameters over a buffer in the weights layout, as flat tensors (1D) in the order of memory."""
+        """Return flat views (1D, in memory order) of the trainable parameters over a buffer in the weights layout."""
         parts = self._spec.weight_parts[: self._num_trainable]
         return self._once("flat", buffer, lambda: _flat_views(parts, buffer))
 
     def own(self, buffer: Buffer) -> list[torch.Tensor]:
-        """What is updated here of the trainable parameters (1D each), over what an update makes new."""
+        """Return flat views (1D) of the elements that this rank updates, over the bytes that an update makes new."""
         return self._once("own", buffer, lambda: _flat_views(self._own_parts, buffer))
 
     def received(self, buffer: Buffer, sender: int) -> list[torch.Tensor]:
-        """Gradients of the same elements (1D each) that a rank has sent, over what all have sent."""
+        """Return flat views (1D) of one sender's gradients of the same elements, over the gradients of all senders."""
         parts = self._spec.received_parts(sender)
         return self._once(f"received {sender}", buffer, lambda: _flat_views(parts, buffer))
 
     def bucket(self, buffer: Buffer) -> list[torch.Tensor]:
-        """``native`` as flat tensors (1D), in the order in which elements lie in memory."""
+        """Return the views of ``native`` as flat tensors (1D), in memory order."""
         return self.update(buffer) if self._spec.is_cut else self.flat(buffer)
 
     def update(self, buffer: Buffer) -> list[torch.Tensor]:
-        """Trainable parameters as flat tensors (1D) over a buffer in the update layout."""
+        """Return flat views (1D) of the trainable parameters over a buffer in the update layout."""
         return self._once("update", buffer, lambda: _flat_views(self._spec.update_parts, buffer))
 
     def state(self, buffer: Buffer, name: str) -> list[torch.Tensor]:
-        """One state of the trainable parameters (1D each) over the states home or a copy of it."""
+        """Return flat views (1D) of one state of the trainable parameters, over the states home or a copy of it."""
         state = self._states[name]
         return self._once(name, buffer, lambda: _flat_views(state.parts, buffer.part(state.start, state.stop)))
 
@@ -103,13 +104,13 @@ class Views:
         key = (kind, buffer.region)
         views = self._made.get(key)
         if views is None:
-            with torch.inference_mode(mode=False):  # they outlive the mode in which they are asked for first
+            with torch.inference_mode(mode=False):  # the views outlive the mode in which they are first asked for
                 views = self._made[key] = make()
         return views
 
 
 def _shaped_views(spec: UnitSpec, parts: Sequence[Part], buffer: Buffer) -> list[torch.Tensor]:
-    pairs = zip(spec.params, parts, strict=False)  # of gradients there are fewer
+    pairs = zip(spec.params, parts, strict=False)  # gradients have fewer parts than there are parameters
     return [buffer.tensor(torch_dtype(part.dtype), p.shape, part.offset, p.strides) for p, part in pairs]
 
 
@@ -118,51 +119,51 @@ def _flat_views(parts: Sequence[Part], buffer: Buffer) -> list[torch.Tensor]:
 
 
 def outermost_first(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the parameter's shape, its dimensions in the order in which the parameter's lie in memory."""
+    """Permute a tensor of the parameter's shape so that its dimensions are in the parameter's memory order."""
     return tensor if spec.strides is None else tensor.permute(spec.order)
 
 
 def flat(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the parameter's shape as a flat one (1D), in the order of memory. See [Note: strides]."""
+    """Return a tensor of the parameter's shape as a flat one (1D), in memory order. See [Note: strides]."""
     return outermost_first(spec, tensor).reshape(-1)
 
 
 def own_slice(spec: UnitSpec, index: int, values: torch.Tensor) -> torch.Tensor:
-    """Of a whole trainable parameter (1D) the elements that are updated here."""
+    """Return the elements that this rank updates, of a whole trainable parameter (1D)."""
     first, numel = spec.own_ranges[index]
     return values[first : first + numel]
 
 
 def shaped(spec: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
-    """What ``flat`` made, with the parameter's shape and strides."""
+    """Return a tensor that ``flat`` made with the parameter's shape and strides."""
     return flat.view(spec.shape) if spec.strides is None else flat.as_strided(spec.shape, spec.strides)
 
 
 class GradientForm:
-    """Of the trainable parameters of one unit."""
+    """Dtypes and shapes of the gradients of one unit's trainable parameters."""
 
     def __init__(self, params: Sequence[Parameter], specs: Sequence[ParamSpec], *, is_cut: bool) -> None:
-        """Args: params, specs: Of the trainable parameters. is_cut: See ``UnitSpec``."""
+        """Args: params, specs: The trainable parameters and their specs. is_cut: See ``UnitSpec``."""
         self._native_dtypes = [torch_dtype(spec.dtype) for spec in specs]
         self.update_dtypes = [torch_dtype(spec.update_dtype) for spec in specs]
-        # What p.grad says: the dtype of the accumulated gradient. So clipping takes the norms of a mixed model
-        # together, as it does over fp32 accumulators. A torch without grad_dtype insists on the parameter's own.
+        # p.grad has the dtype of the accumulated gradient. So clipping takes the norms of a mixed model together, as it
+        # does over fp32 accumulators. A torch version without grad_dtype insists on the parameter's own dtype.
         dtypes = [_grad_dtype(param, spec) for param, spec in zip(params, specs, strict=True)]
         self.likes = [
             torch.empty_strided(spec.shape, spec.strides or row_major(spec.shape), dtype=dtype, device="meta")
             for spec, dtype in zip(specs, dtypes, strict=True)
         ]
         self._is_exact = self._native_dtypes == self.update_dtypes
-        # Native and update form are the same bytes.
+        # Gradients in native and in update form are the same bytes.
         self.is_one = self._is_exact or is_cut
 
     def native(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Gradients as autograd makes them for parameters of these dtypes: torch's RMSNorm gives fp32 for bf16."""
+        """Cast gradients to the parameters' dtypes if needed: torch's RMSNorm gives fp32 gradients for bf16 weights."""
         return grads if self._is_exact else {i: g.to(self._native_dtypes[i]) for i, g in grads.items()}
 
 
 def _grad_dtype(param: Parameter, spec: ParamSpec) -> torch.dtype:
     if spec.dtype == spec.update_dtype or not hasattr(param, "grad_dtype"):
         return torch_dtype(spec.dtype)
-    param.grad_dtype = None  # any: autograd no longer rounds to the parameter's dtype, see GradientForm.native
+    param.grad_dtype = None  # any dtype: autograd no longer rounds to the parameter's, see GradientForm.native
     return torch_dtype(spec.update_dtype)

@@ -1,8 +1,9 @@
-"""How much of its scratch a worker's blocks fill: measured in the first updates, since it depends on the machine.
+"""Block sizes of update workers: measured in the first updates, since the best size depends on the machine.
 
-[Note: block sizes] Small blocks stay in nearer caches. With large ones a worker comes to Python's lock less often: one
-that finds it taken sleeps, and waking it takes longer than a short call of torch, so workers end up taking turns. What
-weighs more depends on caches, on the number of workers and on how many calls a block takes. No size changes a bit.
+[Note: block sizes] Small blocks stay in nearer caches. With large blocks a worker needs Python's lock less often. A
+worker that finds the lock taken sleeps, and waking it takes longer than a short call of torch, so that workers end up
+taking turns. Which effect is stronger depends on caches, on the number of workers and on how many calls a block takes.
+The size never changes a bit of the result.
 """
 
 from __future__ import annotations
@@ -14,34 +15,34 @@ from outcore.optim.blocks import Piece
 from outcore.optim.rules import RuleHyper
 
 USUAL_BYTES = 2 * 2**20
-"""512 Ki fp32 elements: a block stays in a core's share of the last-level cache."""
+"""Usual size, 512 Ki fp32 elements: a block stays in a core's share of the last-level cache."""
 LEAST_BYTES, MOST_BYTES = USUAL_BYTES // 4, 4 * USUAL_BYTES
 ALL_BYTES = 128 * 2**20
-"""Of all workers, if more than ``USUAL_BYTES`` for each."""
+"""Most bytes of all workers together, if that is more than ``USUAL_BYTES`` for each."""
 TRIALS = 4
 GAIN = 0.9
-"""What another size must take of the time, since no two measurements are alike."""
+"""Largest part of the time that another size may take to be chosen; below 1 because measurements vary."""
 TOLD_NUMEL = 2**21
-"""Elements for each worker that an update must have to tell anything."""
+"""Least number of elements per worker of an update whose time is taken into account."""
 
 
 @final
 class BlockSizes:
-    """Looks for the fastest size, kind of update by kind, from the usual one on to its halves and doubles."""
+    """Finds the fastest size for each kind of update, from the usual size by halving and doubling."""
 
     def __init__(self, num_workers: int) -> None:
-        """Args: num_workers: That work side by side."""
+        """Args: num_workers: Number of workers that work side by side."""
         self._num_workers = num_workers
         self._most = min(MOST_BYTES, max(USUAL_BYTES, ALL_BYTES // num_workers))
         self._seen: dict[Hashable, dict[int, list[float]]] = {}
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """Of updates that were large enough."""
+        """Kinds of updates that were large enough to be measured."""
         return tuple(self._seen)
 
     def take(self, kind: Hashable) -> int:
-        """The size to take now, in bytes: one that is to be tried, else what was found."""
+        """Return the size to take now, in bytes: one that is still to be tried, else the fastest."""
         seen, size = self._seen.get(kind, {}), USUAL_BYTES
         while True:
             near = [other for other in (size // 2, size * 2) if LEAST_BYTES <= other <= self._most]
@@ -60,7 +61,7 @@ class BlockSizes:
 
 
 def kind_of(pieces: Sequence[Piece]) -> Hashable:
-    """What decides how many calls a block takes: rules, and formats of states."""
+    """Return what decides how many calls a block takes: rules, and formats of states."""
     return frozenset(
         (
             piece.hyper.rule if isinstance(piece.hyper, RuleHyper) else type(piece.hyper),

@@ -1,20 +1,20 @@
-"""Early updates: run inside backward, and kept if ``step()`` finds that nothing came between.
+"""Early updates: they run inside backward, and are kept if ``step()`` asks for the same update.
 
 [Note: early updates] When the last promised gradient of a unit is home, its update starts at once, behind the rest of
 backward instead of behind the next forward. It takes the settings that the param groups have now, and no factor. It
 works *out of place*: from the homes of states and weights into a second pair of homes. ``step()`` compares what it was
 asked to do with what was done. If both are the same, the homes change places; weights that live on the device or on
-disk are sent there. They differ if gradients were clipped, scaled or dropped, if a setting changed, or if anybody wrote
-weights, states or gradients. Then the attempt is forgotten, and the unit is updated as ever. So the result never
+disk are sent there. They differ if gradients were clipped, scaled or dropped, if a setting changed, or if anything else
+wrote weights, states or gradients. Then the attempt is forgotten, and the unit is updated as usual. So the result never
 depends on it.
 
-The second homes need no wait but for a save, which may still read them: their other readers finished before the
+A write to the second homes waits only for saves, which may still read them: their other readers finished before the
 gradients of the next attempt existed.
 
-With ``clipping=False`` no attempt is lost to a factor (the backward window); with clipping those of steps that clip are
-(speculation).
+With ``clipping=False`` no attempt is lost to a factor (the backward window). With clipping, attempts are lost in steps
+that clip (speculation).
 
-Which attempts are made: ``order.attempts``.
+``order.attempts`` decides which attempts are made.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from outcore.runtime.updates.of_unit import Change, Copies, copy_all, pieces_of,
 from outcore.runtime.updates.workers import UpdateWorkers
 
 Hypers = Callable[[], Mapping[int, Hyper]]
-"""Settings by parameter id, as the param groups have them now."""
+"""Function that returns the current settings of the param groups, by parameter id."""
 
 
 class _Attempt(Attempt):
@@ -55,16 +55,16 @@ class _Attempt(Attempt):
         self._is_wanted = True
 
     def is_wanted(self) -> bool:
-        """Not any more once ``step()`` asked for something else: what is under way ends, but does nothing."""
+        """Return False once ``step()`` has asked for something else. What has not begun by then does nothing."""
         return self._is_wanted
 
     def forget(self) -> None:
-        """It is not wanted."""
+        """Give the attempt up, since it is not wanted."""
         self.settle()
         self._is_wanted = False
 
     def is_what(self, changes: Mapping[int, Change]) -> bool:
-        """Whether it did what ``step()`` asks for, factors apart, with what is there now."""
+        """Return whether it did what ``step()`` asks for, apart from factors, with data that has not changed since."""
         if self._versions != _versions(self.gradients) or self.changes.keys() != changes.keys():
             return False
         return all(self.changes[i].hyper == c.hyper and self.changes[i].step == c.step for i, c in changes.items())
@@ -72,7 +72,7 @@ class _Attempt(Attempt):
     def out_of_place(
         self, grads: Span, new: tuple[Span | None, Span], old: tuple[Span | None, Span | None]
     ) -> Callable[[], object]:
-        """What the update lane does: old states and weights to new ones."""
+        """Return the deed for the update lane, which makes new states and weights from old ones."""
         unit, (new_states, old_states, old_weights) = self.gradients.unit, map(_memory, (new[0], *old))
         new_weights: Buffer = new[1].memory
         pieces = pieces_of(
@@ -110,13 +110,13 @@ class EarlyUpdates:
         hypers: Hypers,
         numbers: Numbers,
     ) -> None:
-        """Args: hypers: Asked during backward."""
+        """Args: hypers: Called during backward."""
         self.numbers = numbers
         self._order, self._device = order, device
         self._workers, self._hypers = workers, hypers
         self._attempts: dict[str, _Attempt] = {}
         self._of_step: Attempts | None = None
-        """Once there was one."""
+        """All attempts of the loop, step by step; None before the first one."""
 
     # In backward.
 
@@ -126,7 +126,7 @@ class EarlyUpdates:
         self._drop(unit)
         try:
             handles, hypers = gradients.held_handles(), self._hypers()
-        except OutcoreError:  # step() will say it
+        except OutcoreError:  # step() will raise it
             return
         if any(handle.is_zero or handle.factors for handle in handles.values()) or not self.numbers.are_known(unit):
             return
@@ -146,18 +146,18 @@ class EarlyUpdates:
     # In step().
 
     def settle(self) -> None:
-        """Backward is over: give up the attempts whose turn has not come. Waits for the end of backward."""
+        """Wait for the end of backward, and give up the attempts whose turn has not come."""
         if self._attempts:
-            self._device.mark("backward is over").wait()  # orders nothing: only so that attempts have their chance
+            self._device.mark("backward is over").wait()  # orders nothing; it only gives attempts time to be made
         if self._of_step is not None:
             self._of_step.settle(self._attempts.values())
 
     def keep(self, unit: Unit, changes: Mapping[int, Change], copied: Sequence[Handle]) -> bool:
-        """Whether the unit's attempt is the update that is asked for; else it is forgotten.
+        """Return whether the unit's attempt is the update that is asked for. If not, the attempt is forgotten.
 
         Args:
-            unit: Its parameters are not bound.
-            changes: What ``step()`` asks for.
+            unit: The unit; its parameters must not be bound.
+            changes: Changes that ``step()`` asks for.
             copied: Copies of clip factors to the host that may be under way.
         """
         attempt = self._attempts.get(unit.name)
@@ -202,7 +202,7 @@ def _memory(span: Span | None) -> Buffer | None:
 def _carried(
     unit: Unit, index: int, new: tuple[Buffer | None, Buffer], old: tuple[Buffer | None, Buffer | None]
 ) -> Copies:
-    """What a parameter without gradient takes along to the second homes: states, and its weight."""
+    """Return copies that carry a parameter without gradient over to the second homes: its states and its weight."""
     (new_states, new_weights), (old_states, old_weights) = new, old
     copies = []
     weight = unit.views.own(new_weights)[index]

@@ -1,4 +1,4 @@
-"""States that are one number per parameter: known to the host, so that a step need not wait for their home."""
+"""States that are one number per parameter. The host knows them, so that a step need not wait for their home."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from outcore.runtime.values.access import Access
 
 
 class Numbers:
-    """What the homes say, or will say when the updates that were submitted are over.
+    """Values that the homes have, or will have when all submitted updates are over.
 
-    Whoever else writes states makes what is known of that unit worthless (``Unit.states_version``); it is read again.
+    After any other write to a unit's states (``Unit.states_version``) its values are read again.
     """
 
     def __init__(self, access: Access) -> None:
@@ -22,11 +22,11 @@ class Numbers:
         self._after: dict[Hashable, Mapping[str, float]] = {}
 
     def are_known(self, unit: Unit) -> bool:
-        """Whether nobody has to wait for their home."""
+        """Return whether the numbers of a unit are known without a wait for their home."""
         return all(not names or self._is_known(unit, i) for i, names in enumerate(unit.views.numbers))
 
     def of(self, unit: Unit, index: int) -> Mapping[str, float]:
-        """Before the next update."""
+        """Return the numbers of a parameter before its next update."""
         names = unit.views.numbers[index]
         if not names:
             return {}
@@ -36,7 +36,7 @@ class Numbers:
         return self._known[unit.name, index][1]
 
     def advance(self, unit: Unit, index: int, hyper: Hyper, step: int) -> Mapping[str, float]:
-        """An update was submitted. Returns: what the numbers were before it."""
+        """Note that an update is submitted. Returns the numbers before it."""
         before, dtypes = self.of(unit, index), unit.views.dtypes[index]
         if dtypes:
             key = (

@@ -1,8 +1,8 @@
 """Updates: what ``step()`` does with each unit, wherever its bytes live.
 
 [Note: forward window] ``step()`` takes a snapshot of settings and clip factors, submits every update and returns.
-Units are submitted in the order in which forward will need them, and a unit's fetch waits for its own update only.
-Units whose states live on the device are updated on compute at once.
+Updates are submitted in the order in which forward will need the units, and a unit's fetch waits for its own update
+only. Units whose states live on the device are updated on compute at once.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from outcore.spec.lanes import Lane
 from outcore.spec.model import ParamSpec, StateFormat
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Targets and sources."""
+"""Pairs of target and source."""
 _NO_LIKES: Mapping[str, torch.Tensor] = {}
 
 
 class Factors:
-    """Factors of gradients on the host, in one step: one clip factor serves all parameters, and is copied once."""
+    """Factors of one step's gradients, on the host. A clip factor that serves all parameters is copied once."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._copies: dict[int, tuple[torch.Tensor, Handle | None]] = {}
 
     def of(self, handle: GradHandle) -> tuple[list[torch.Tensor], list[Handle]]:
-        """Bring a gradient's factors to the host without blocking it; and the copies that may be under way."""
+        """Bring a gradient's factors to the host without blocking it. Returns them, and copies perhaps under way."""
         found, ready = [], []
         for factor in (*handle.averaging, *handle.factors):
             if id(factor) not in self._copies:
@@ -67,7 +67,7 @@ class Factors:
 
 
 class UnitUpdate:
-    """What the update of a unit does in a step. See ``order.updates.UpdateWork``."""
+    """The work of a unit's update in one step. See ``order.updates.UpdateWork``."""
 
     def __init__(
         self,
@@ -80,16 +80,17 @@ class UnitUpdate:
         is_early: bool,
         world: World | None = None,
     ) -> None:
-        """What is to be done.
+        """Describe the update.
 
         Args:
-            gradients: Only read, also by the update: without zeroing, the next backward accumulates on them.
-            changes: By parameter index; others keep weights and states.
+            gradients: The unit's gradients. They are only read, since without zeroing the next backward accumulates on
+                them.
+            changes: Changes by parameter index. Other parameters keep weights and states.
             copied: Copies of clip factors to the host that may be under way.
-            device: Of the unit.
+            device: Device of the unit.
             workers: None if every unit is updated on the device.
-            is_early: It was done inside backward.
-            world: This rank and the others, if there are several.
+            is_early: Whether the update was made inside backward.
+            world: All ranks, if there are several.
         """
         self._world = world
         self._gradients, self._changes, self._copied = gradients, changes, copied
@@ -97,7 +98,7 @@ class UnitUpdate:
 
     @property
     def factors(self) -> list[Handle]:
-        """What must be over before factors can be read."""
+        """Operations that must be over before factors can be read."""
         if self.unit.plan.update != "device":
             return self._copied
         made = [f for change in self._changes.values() for f in change.factors if not f.is_cpu]
@@ -106,7 +107,7 @@ class UnitUpdate:
         return [self._device.mark("clip factor made")] if made else []
 
     def begin(self) -> None:
-        """Note that the weights of the unit are about to change, or did."""
+        """Note that the weights of the unit are about to change, or have changed."""
         unit = self.unit
         if unit.presence.num_calls:
             raise AssertionError(f"unit '{unit.label}' is bound while its weights change")
@@ -123,7 +124,7 @@ class UnitUpdate:
         update_blocks(pieces, self._room(scratch))
 
     def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> Callable[[], None]:
-        """Update in host memory; the update lane runs it."""
+        """Return the deed of an update in host memory, which the update lane runs."""
         held = None if states is None else states.memory
         pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
         copies = self._unchanged(held, weights.memory) if is_slot and held is not None else []
@@ -135,7 +136,7 @@ class UnitUpdate:
         return deed
 
     def staged(self, grads: Span, states: Span, weights: Span, scratch: Span) -> Callable[[], None]:
-        """Update in a staging slot."""
+        """Return the deed of an update in a staging slot."""
         held = states.memory if states.nbytes else None
         pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
         copies = self._unchanged(held, weights.memory) if self.unit.ledger.has_master and held is not None else []
@@ -153,11 +154,11 @@ class UnitUpdate:
         return deed
 
     def weights_sent(self) -> None:
-        """Reading a weight before the copy is done must wait for it."""
+        """Hide the parameters, so that a read before the copy is done waits for it."""
         self.unit.presence.hide()
 
     def gather(self, weights: Span) -> Callable[[], None]:
-        """The new runs of other ranks."""
+        """Return the deed that brings the new runs of other ranks."""
         world, unit, cut = self._world, self.unit, self.unit.ledger.cut
         if world is None:
             raise AssertionError("weights are gathered by one rank alone")
@@ -171,7 +172,7 @@ class UnitUpdate:
         return memory[: min(memory.numel(), self._device.update_block_bytes)]
 
     def _unchanged(self, states: Buffer, weights: Buffer) -> Copies:
-        """Weights that a slot must carry home although they were not updated: the home is overwritten as a whole."""
+        """Return copies of weights that are not updated: a slot must carry them too, since it goes home as a whole."""
         unit = self.unit
         masters, views = unit.views.state(states, "master"), unit.views.own(weights)
         lost = (i for i, is_compact in enumerate(unit.views.is_compact) if i not in self._changes and not is_compact)
@@ -193,15 +194,15 @@ def copy_all(copies: Copies) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one step does to one parameter, all of it known when ``step()`` is called."""
+    """What one step does to one parameter. All of it is known when ``step()`` is called."""
 
     step: int
     hyper: Hyper
     factors: tuple[torch.Tensor, ...]
-    """On the device of the update."""
+    """Factors of the gradient, on the device of the update."""
     is_zero: bool
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """States that are one number, as they are before it."""
+    """Values before the step of states that are a single number."""
 
 
 def pieces_of(
@@ -214,14 +215,14 @@ def pieces_of(
     old_states: Buffer | None = None,
     old_weights: Buffer | None = None,
 ) -> list[Piece]:
-    """The update of a unit, by parameter; out of place where old buffers are given."""
+    """Return the pieces of a unit's update, one for each parameter. With old buffers the update is out of place."""
     unit = gradients.unit
     views, weight_views = _views(unit, states), unit.views.own(weights)
     old_views, stored = _views(unit, old_states), gradients.stored_views(grads)
     old_weight_views = None if old_weights is None else unit.views.own(old_weights)
     pieces = []
     for i, change in changes.items():
-        if not unit.spec.own_ranges[i][1] and (unit.spec.params[i].numel or unit.spec.rank):  # others update it
+        if not unit.spec.own_ranges[i][1] and (unit.spec.params[i].numel or unit.spec.rank):  # another rank updates it
             continue
         moments = unit.views.state_names[i] if views else ()
         has_master = unit.ledger.has_master and not unit.views.is_compact[i]
@@ -248,7 +249,7 @@ def pieces_of(
 
 
 def likes_of(unit: Unit, index: int) -> Mapping[str, torch.Tensor]:
-    """The shapes that a rule is to see of a parameter that is updated as a whole; see ``Piece``."""
+    """Return the shapes that a rule must see of a parameter that is updated as a whole; see ``Piece``."""
     forms = (spec.forms[index] for spec in unit.ledger.state_specs.values())
     own = {form.name: form.shape for form in forms if form is not None and form.shape is not None}
     return {"": unit.gradient_form.likes[index]} | {n: torch.empty(s, device="meta") for n, s in own.items()}
@@ -259,21 +260,21 @@ def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
 
 
 class Settings:
-    """What the rule makes of param groups."""
+    """Turns param groups into settings of the update rule."""
 
     def __init__(self, rule: UpdateRule | None, held: Callable[[torch.Tensor], ParamSpec | None]) -> None:
-        """Args: rule: None without an optimizer. held: What is kept of a parameter, if it is trained."""
+        """Args: rule: None without an optimizer. held: Returns the spec of a trained parameter, None of others."""
         self._rule, self._held = rule, held
         self._checked: dict[int, tuple[Hyper, int, StateFormat]] = {}
         self.groups: Sequence[Mapping[str, Any]] = ()
-        """The user's own list."""
+        """The user's own list of param groups."""
 
     def now(self) -> dict[int, Hyper]:
-        """For updates that do not wait for ``step``."""
+        """Return the current settings, for updates that do not wait for ``step``."""
         return self.of(self.groups)
 
     def of(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, Hyper]:
-        """Settings by the id of the parameter.
+        """Return settings by the id of the parameter.
 
         Raises:
             UnsupportedError: There is no optimizer, or a group needs states for which no memory was taken.
@@ -288,7 +289,7 @@ class Settings:
         return {id(p): hyper for group, hyper in zip(groups, hypers, strict=True) for p in group["params"]}
 
     def expect_rule(self) -> UpdateRule:
-        """How parameters are updated.
+        """Return the rule by which parameters are updated.
 
         Raises:
             UnsupportedError: There is no optimizer.

@@ -29,45 +29,48 @@ from outcore.spec.layout import SCRATCH_BYTES
 
 _Piece = tuple[Unit, int, torch.Tensor, RuleHyper]
 _Steps = tuple[list[FusedStep], list[_Piece]]
-"""What one kernel call takes each, and what a rule takes one by one."""
+"""Arguments of one kernel call each, and parameters that a rule updates one by one."""
 
 
 class PlainUpdates:
-    """Updates of parameters and gradients as autograd has them, whatever their units. It is a sink that takes none."""
+    """Updates of parameters with autograd's own gradients, regardless of units.
+
+    It is also a gradient sink, one that takes no gradients.
+    """
 
     takes_gradients = False
 
     def __init__(self, units: Sequence[Unit], device: Device, numbers: Numbers) -> None:
-        """Args: units: Filled."""
+        """Args: units: All units, with their weights in place."""
         self._units, self._device, self._numbers = units, device, numbers
         self._places = {id(p): (u, i) for u in units for i, p in enumerate(u.params[: u.num_trainable])}
         self._forms = {id(p): (p.dtype, p.size(), p.stride()) for u in units for p in u.params}
         self._frozen = [(p, s.name) for u in units for p, s in zip(u.params, u.spec.params, strict=True)]
         self._frozen = [(p, name) for p, name in self._frozen if id(p) not in self._places]
         self._states: dict[int, dict[str, torch.Tensor]] = {}
-        # Gradients have the form of their parameters, so nothing is written there: it says how large blocks are.
+        # Gradients have the form of their parameters, so nothing is written to this scratch: it only sets block sizes.
         self._room = torch.empty(min(SCRATCH_BYTES, device.update_block_bytes), dtype=torch.uint8, device="meta")
         self._is_closed, self._num_looks = False, 2
         self._homes = [home for unit in units for home in (unit.ledger.weights, unit.ledger.states)]
         self._regions = [home.memory.region for home in self._homes if isinstance(home.memory, Buffer)]
 
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> NoReturn:
-        """Never called."""
+        """Not supported; it is never called."""
         raise NotImplementedError
 
     def begin(self, unit: Unit) -> None:
-        """Nothing to prepare for: autograd accumulates."""
+        """Do nothing, since autograd accumulates."""
 
     def break_off(self) -> None:
-        """Nothing is lost: what autograd has accumulated stays, as in a plain loop."""
+        """Do nothing: what autograd has accumulated stays, as in a plain loop."""
 
     def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> _Steps:
-        """What is to be done, by kernel call: for every parameter that has a gradient.
+        """Return what is to be done for every parameter with a gradient, by kernel call.
 
         Raises:
             UnsupportedError: A parameter was unfrozen, or has another shape or dtype than at ``prepare``.
         """
-        if self._num_looks:  # what a forward does to its weights, it does from the first one on
+        if self._num_looks:  # a forward that changes its weights does so from the first step on
             self._num_looks -= 1
             for unit in self._units:
                 unit.presence.watch.look()
@@ -92,12 +95,12 @@ class PlainUpdates:
 
     @torch.no_grad()
     def take(self, steps: _Steps) -> None:
-        """Do it."""
-        read = [reader for home in self._homes for reader in home.readers]  # by a save
+        """Update the parameters."""
+        read = [reader for home in self._homes for reader in home.readers]  # saves
         self._device.compute("update all units", writes=self._regions, after={"states read": read})
         for step in steps[0]:
             apply(step)
-            torch.autograd.graph.increment_version(step.targets)  # a graph of the old weights must not be walked
+            torch.autograd.graph.increment_version(step.targets)  # a graph that saved old weights must not be walked
             number = counts(step.hyper)
             for param in step.targets:
                 unit, i = self._places[id(param)]
@@ -113,7 +116,7 @@ class PlainUpdates:
             unit.presence.watch.note_versions()
 
     def _add(self, steps: dict[Hashable, FusedStep], unit: Unit, i: int, grad: torch.Tensor, hyper: FusedHyper) -> None:
-        """To what one kernel call can take."""
+        """Add a parameter to the kernel call that can take it."""
         param, number = unit.params[i], unit.steps[i] + 1
         if (param.dtype, param.size(), param.stride()) != self._forms[id(param)]:
             self._refuse_other_form(unit, i)
@@ -128,7 +131,7 @@ class PlainUpdates:
         step.steps.append(number)
 
     def _piece(self, unit: Unit, i: int, grad: torch.Tensor, hyper: RuleHyper) -> Piece:
-        """What an optimizer by rule does to a parameter."""
+        """Return the piece for a parameter that is updated by a rule."""
         spec, states = unit.spec.params[i], unit.ledger.states.memory
         names = unit.views.state_names[i] if isinstance(states, Buffer) else ()
         return Piece(
@@ -147,8 +150,8 @@ class PlainUpdates:
         refuse_other_strides(unit.spec.params[i], unit.params[i])
 
     def after_forward(self, _: nn.Module, __: Any, result: Any) -> None:
-        """Hook of the model: once it is closed, its graphs must not be walked, since bytes that they saved are gone."""
-        with suppress(UnsupportedError):  # what cannot be taken apart is left to ``forget``
+        """Make backward raise once the model is closed, since bytes that graphs saved are gone. A forward hook."""
+        with suppress(UnsupportedError):  # if the result cannot be taken apart, ``forget`` must suffice
             for tensor in take_apart(result, "the model")[0]:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(self._refuse_closed)
@@ -160,7 +163,7 @@ class PlainUpdates:
             )
 
     def _states_of(self, unit: Unit, index: int) -> dict[str, torch.Tensor]:
-        """By name, in the parameter's form."""
+        """Return the states of a parameter by name, in the parameter's form."""
         param = unit.params[index]
         found = self._states.get(id(param))
         if found is None:
@@ -171,7 +174,7 @@ class PlainUpdates:
         return found
 
     def forget(self) -> None:
-        """Let go of all memory, so that it can be given back: no graph that has saved weights may be walked."""
+        """Let go of all memory, so that it can be given back. A backward through saved weights raises after that."""
         self._is_closed = True
         self._states.clear()
         self._homes.clear()

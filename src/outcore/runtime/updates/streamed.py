@@ -1,4 +1,4 @@
-"""What a step does in a streamed plan: submit the updates of all units, in the order of their next use."""
+"""A step of a streamed plan: it submits the updates of all units, in the order of their next use."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from outcore.runtime.weights import Weights
 
 
 class Stepper(Protocol):
-    """How a step is made."""
+    """A way to make optimizer steps."""
 
     def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> Any:
-        """What is to be done, for ``take``.
+        """Return what is to be done, for ``take``.
 
         Args:
-            hypers: Settings, by the id of the parameter. A parameter without keeps its gradient, as in a plain loop.
+            hypers: Settings by the id of the parameter. A parameter without settings keeps its gradient, as in a plain
+                loop.
             on_missing: Called if a trained parameter has no gradient. May raise.
 
         Raises:
-            UnsupportedError: It cannot be. Nothing was done then.
+            UnsupportedError: The step cannot be made. Nothing has been done then.
         """
 
     def take(self, steps: Any) -> None:
-        """Do it, or submit it."""
+        """Update the parameters, or submit their updates."""
 
     def forget(self) -> None:
         """Let go of all memory, so that it can be given back."""
@@ -46,11 +47,11 @@ class Stepper(Protocol):
 
 _NONE: Mapping[str, float] = {}
 _Steps = tuple[Mapping[str, Mapping[int, GradHandle]], Mapping[int, Hyper]]
-"""Gradients that units hold, and settings."""
+"""Gradients by unit and parameter, and settings by parameter id."""
 
 
 class StreamedUpdates:
-    """Updates of units wherever they live. Submitted, not waited for."""
+    """Updates of units wherever their bytes live. They are submitted, not waited for."""
 
     def __init__(
         self,
@@ -62,12 +63,12 @@ class StreamedUpdates:
         access: Access,
         workers: UpdateWorkers | None,
     ) -> None:
-        """Args: units: All. workers: None if every unit is updated on the device."""
+        """Args: units: All units. workers: None if every unit is updated on the device."""
         self._units, self._gradients, self._weights = units, gradients, weights
         self._order, self._early, self._access, self._workers = order, early, access, workers
 
     def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> _Steps:
-        """What is to be done."""
+        """Return what is to be done. See ``Stepper``."""
         self._gradients.refuse_unfinished()
         held = {u.name: self._gradients.of[u.name].held_handles() for u in self._units}
         if any(len(held[u.name]) < u.num_trainable for u in self._units):
@@ -77,7 +78,7 @@ class StreamedUpdates:
         return held, hypers
 
     def take(self, steps: _Steps) -> None:
-        """Submit it. What each unit needs, and after what, is said in ``order.updates``."""
+        """Submit the updates. ``order.updates`` says what each unit needs, and what each operation waits for."""
         held, hypers = steps
         factors = Factors(self._access.device)
         self._early.settle()
@@ -93,7 +94,10 @@ class StreamedUpdates:
         self._weights.prefetch_after_update()
 
     def _facts(self, held: Mapping[str, Mapping[int, GradHandle]], hypers: Mapping[int, Hyper]) -> str:
-        """What a step does, apart from numbers of gradients: each rank does it to its own part of the parameters."""
+        """Describe the step as text, without values of gradients. It must be the same on all ranks.
+
+        Each rank makes the step on its own part of the parameters.
+        """
         facts = []
         for unit in self._units:
             for i, handle in held[unit.name].items():
@@ -103,7 +107,7 @@ class StreamedUpdates:
         return f"{facts} {settings}"
 
     def forget(self) -> None:
-        """Nothing is held."""
+        """Do nothing, since no memory is held."""
 
     def _update_of(
         self,
@@ -112,7 +116,7 @@ class StreamedUpdates:
         hypers: Mapping[int, Hyper],
         factors: Factors,
     ) -> UnitUpdate | None:
-        """What the step does with a unit, if anything."""
+        """Return the unit's update in this step, or None if nothing changes."""
         changes, copied = self._changes(unit, held[unit.name], hypers, factors)
         is_early = self._early.keep(unit, changes, copied)
         if not changes:
@@ -129,14 +133,14 @@ class StreamedUpdates:
         of_group, number = None, True
         for i, handle in held.items():
             hyper = hypers.get(id(unit.params[i]))
-            if hyper is None:  # trainable, but given to no optimizer: it keeps its gradient, as in a plain loop
+            if hyper is None:  # trainable, but in no param group: it keeps its gradient, as in a plain loop
                 continue
             mine: list[torch.Tensor] = [*handle.averaging, *handle.factors]
             if on_host:
                 mine, ready = factors.of(handle)
                 copied += ready
             step = unit.steps[i] + 1
-            if hyper is not of_group:  # one for all parameters of a group
+            if hyper is not of_group:  # all parameters of a group share one object
                 of_group, number = hyper, counts(hyper)
             unit.steps[i] += number
             before = self._early.numbers.advance(unit, i, hyper, step) if unit.views.numbers[i] else _NONE

@@ -1,7 +1,8 @@
 """Worker threads of the CPU update: k threads with one ATen thread and one scratch each.
 
 [Note: whole parameters] A rule that needs whole parameters sums over them, and the number of ATen threads changes the
-bits of sums. So these are updated one after the other by a thread that has as many as the loop's own.
+bits of sums. So these parameters are updated one after another, by a thread with as many ATen threads as the training
+loop's.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from outcore.optim.formats import forget_noise
 from outcore.optim.sums import Work
 from outcore.runtime.updates.block_sizes import USUAL_BYTES, BlockSizes, kind_of
 
-LEAST_SHARE_NUMEL = 2**15  # updated in the time that it takes to wake a thread
+LEAST_SHARE_NUMEL = 2**15  # takes as long to update as it takes to wake a thread
 CLOSE_TIMEOUT_S = 2.0
 
-_Share = tuple[Work, int, "SimpleQueue[BaseException | None]"]  # what to do in how much scratch; where to say the end
+_Share = tuple[Work, int, "SimpleQueue[BaseException | None]"]  # work, bytes of scratch, queue for the outcome
 
 
 @final
 class UpdateWorkers(Closing):
     """Threads that together update pieces of parameters in host memory.
 
-    Kernels release the GIL, so plain threads suffice. Owns its threads and, of memory per worker, ``USUAL_BYTES`` or as
-    much as [Note: block sizes] finds until ``close``. A forked child has no threads: there ``run`` raises and ``close``
-    does nothing.
+    Kernels release the GIL, so plain threads suffice. Until ``close`` it owns its threads, and memory for each worker:
+    ``USUAL_BYTES``, or as much as [Note: block sizes] finds. A forked child has no threads: there ``run`` raises and
+    ``close`` does nothing.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class UpdateWorkers(Closing):
         """Start the threads.
 
         Args:
-            num_workers: So many, anywhere. Default: one per core, see ``worker_cpus``.
-            spare_cores: Cores to leave to others.
+            num_workers: Number of workers, not bound to CPUs. Default: one per core, see ``worker_cpus``.
+            spare_cores: Cores to leave to other threads.
             sharers: See ``worker_cpus``.
-            has_whole: Some parameters are updated as a whole. See [Note: whole parameters].
+            has_whole: Whether some parameters are updated as a whole. See [Note: whole parameters].
         """
         cpus: list[frozenset[int] | None] = [None] * (num_workers or 0)
         if not num_workers:
@@ -81,8 +82,8 @@ class UpdateWorkers(Closing):
         """Update all pieces and wait for them. See ``update_blocks``.
 
         Raises:
-            UnsupportedError: Called in a forked child or after ``close``.
-            StoppedError: ``stop`` came first.
+            UnsupportedError: It was called in a forked child or after ``close``.
+            StoppedError: ``stop`` was called first.
         """
         whole = [piece for piece in pieces if piece.is_whole]
         parts = [piece for piece in pieces if not piece.is_whole]
@@ -96,10 +97,10 @@ class UpdateWorkers(Closing):
             self._deal([partial(_update, whole, stopped)], [self._whole])
 
     def run_all(self, works: Sequence[Work]) -> None:
-        """Deal works out to the workers and wait for them; each gets the scratch of its worker.
+        """Deal works out to the workers and wait for them. Each work gets the scratch of its worker.
 
         Raises:
-            UnsupportedError: Called in a forked child or after ``close``.
+            UnsupportedError: It was called in a forked child or after ``close``.
         """
         self._deal(works, self._queues)
 
@@ -119,15 +120,15 @@ class UpdateWorkers(Closing):
             raise errors[0]
 
     def stop(self) -> None:
-        """Let an update that runs end with the blocks that it has begun, without waiting for it."""
+        """Let a running update end after the blocks that it has begun. Does not wait for it."""
         self._is_stopped.set()
 
     def close(self) -> None:
-        """``stop``, end the threads, and wait for them a moment; may be called again."""
+        """Stop, end the threads, and wait for them for a short time. Idempotent."""
         if os.getpid() != self._pid:
             return
         self.stop()
-        is_idle = self._lock.acquire(timeout=CLOSE_TIMEOUT_S)  # else a worker hangs, and its update holds the lock
+        is_idle = self._lock.acquire(timeout=CLOSE_TIMEOUT_S)  # False: a worker hangs, and its update holds the lock
         threads, self._threads = self._threads, ()
         self._end()
         forget_noise()
@@ -140,18 +141,18 @@ class UpdateWorkers(Closing):
 def worker_cpus(
     topology: Topology, *, spare_cores: int, sharers: tuple[int, int] = (0, 1)
 ) -> list[frozenset[int] | None]:
-    """Where update workers run: the CPUs that each of them is bound to, or None: any.
+    """Return the CPUs that each update worker is bound to; None for a worker that may run anywhere.
 
     There is one worker per core that this process may keep busy. With several NUMA nodes each worker is bound to one of
-    them, in proportion to their cores: so all memory controllers work, and a worker's scratch stays near. Within a node
-    the system moves it as it likes. Workers do not look for the parts of an update that are near to them: the pages of
-    an arena are dealt out to the nodes in turn, so no part is.
+    them, in proportion to their cores, so that all memory controllers work and a worker's scratch stays near. Within a
+    node the system may move it. Workers do not look for parts of an update in near memory: the pages of an arena are
+    dealt out to the nodes in turn, so no part is near as a whole.
 
     Args:
-        topology: Of this machine.
-        spare_cores: Cores to leave to others.
-        sharers: Processes that deal the cores out among them: this one's place, and how many they are. The first ones
-            have those of the first nodes.
+        topology: Topology of this machine.
+        spare_cores: Cores to leave to other threads.
+        sharers: Index of this process among those that share the cores, and their number. The first processes have the
+            cores of the first nodes.
     """
     place, num_sharers = sharers
     num_workers = max(1, topology.num_cores // num_sharers - spare_cores)
@@ -176,11 +177,11 @@ def _update(share: Sequence[Piece], is_stopped: Callable[[], bool], scratch: tor
 
 
 def _serve(queue: SimpleQueue[_Share | None], cpus: frozenset[int] | None) -> None:
-    """Body of a worker."""
+    """Run a worker: the body of its thread."""
     if cpus is not None:
-        with suppress(OSError):  # a container may forbid it, or take a core away: then anywhere
-            os.sched_setaffinity(0, cpus)  # of this thread alone
-    scratch = torch.empty(USUAL_BYTES, dtype=torch.uint8, device="cpu")  # first touched here, so on this core's memory
+        with suppress(OSError):  # a container may forbid it, or take a core away; then the worker runs anywhere
+            os.sched_setaffinity(0, cpus)  # affects only this thread
+    scratch = torch.empty(USUAL_BYTES, dtype=torch.uint8, device="cpu")  # first touched here, so in this core's memory
     while (item := queue.get()) is not None:
         work, nbytes, ends = item
         try:

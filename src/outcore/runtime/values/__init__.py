@@ -1,1 +1,1 @@
-"""Single values, wherever they live: read, written, edited by the user."""
+"""Single parameters and states on any tier: reading, writing, first values, and edits by the user."""

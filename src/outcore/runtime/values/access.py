@@ -1,6 +1,6 @@
-"""Reading and writing single parameters and states wherever they live: for saving, loading, looking and editing.
+"""Reading and writing single parameters and states on any tier: for saving, loading, inspecting and editing.
 
-Synchronous: the host waits for whatever writes the bytes; writers also wait for whatever still reads them.
+Synchronous: the host waits for operations that write the bytes; before it writes, also for those that read them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SAMPLE_BYTES = 4096
 
 
 class Access:
-    """One parameter at a time."""
+    """Reads and writes one parameter or state at a time."""
 
     def __init__(
         self, tiers: Tiers, pools: Pools[Handle], device: Device, weights: Weights, world: World | None = None
     ) -> None:
-        """Args: world: Several ranks have states of one parameter; reading one is a collective then."""
+        """Args: world: The ranks, if several share the states of a parameter. Reading a state is a collective then."""
         self.device = device
         self._tiers, self._pools, self._weights, self.world = tiers, pools, weights, world
 
@@ -48,7 +48,7 @@ class Access:
         return shaped(unit.spec.params[index], values)
 
     def _weight_bytes(self, unit: Unit, index: int, start: int, stop: int) -> torch.Tensor:
-        """The bytes [start, stop) of a weight."""
+        """The bytes [start, stop) of a weight (1D uint8)."""
         home, cut, part = unit.ledger.weights, unit.ledger.cut, unit.spec.weight_parts[index]
         if not cut.is_cut:
             return self._read(home, Part("uint8", stop - start, part.offset + start))
@@ -66,7 +66,7 @@ class Access:
         return self.world.gather_parts(mine, [nbytes for _, nbytes in pieces], what)
 
     def current_weight(self, unit: Unit, index: int) -> torch.Tensor:
-        """The same, but inside of a call of the unit as the parameter has it there: it may have been edited."""
+        """The current weight; inside of a call of the unit, the parameter's value there, which may have been edited."""
         if unit.presence.now is Beneath.BOUND or unit.presence.bound is not None:
             return unit.params[index].detach().to("cpu", copy=True)
         return self.read_weight(unit, index)
@@ -82,7 +82,7 @@ class Access:
         return shaped(form, values)
 
     def _own_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
-        """What is here of it (1D)."""
+        """What this rank has of a state (1D)."""
         state = unit.ledger.state_specs[name]
         stored = self._read(unit.ledger.states, state.parts[index], state.start)
         if name != "master" or not unit.views.is_compact[index]:
@@ -92,7 +92,7 @@ class Access:
         return masters_of(weight, stored, self._own_state(unit, CODES, index))
 
     def sample(self, unit: Unit, index: int) -> bytes:
-        """Some bytes in the middle of a weight: other weights have others."""
+        """Some bytes in the middle of a weight, to tell weights apart."""
         whole = unit.spec.weight_parts[index].nbytes
         nbytes = min(whole, _SAMPLE_BYTES)
         start = (whole - nbytes) // 2
@@ -127,7 +127,7 @@ class Access:
             start += piece.numel()
 
     def _write_own(self, unit: Unit, state: StateSpec, index: int, start: int, piece: torch.Tensor) -> None:
-        """Of bytes of a state, from ``start`` on, those that are here."""
+        """Write what this rank has of some bytes of a state. Args: start: Position of the first of the bytes."""
         part, first = state.parts[index], 0
         if self.world is not None:
             first = state.owned(unit.spec, index, unit.spec.rank)[0] * DTYPE_BYTES[part.dtype]
@@ -136,10 +136,11 @@ class Access:
 
     @torch.no_grad()
     def write_weight(self, unit: Unit, index: int, value: torch.Tensor) -> None:
-        """Replace a weight, and its master.
+        """Replace a weight and its master.
 
-        A value with more precision than the weight becomes the master. Else elements whose master already rounds to the
-        value keep it: loading a model after its optimizer, or writing one element, loses nothing.
+        A value of another dtype than the weight's becomes the master. Otherwise, elements whose master already rounds
+        to the value keep their master. So nothing is lost by loading a model after its optimizer, or by writing one
+        element.
         """
         spec, part = unit.spec.params[index], unit.spec.weight_parts[index]
         weight = flat(spec, value.detach().to(torch_dtype(part.dtype)))
@@ -156,13 +157,13 @@ class Access:
             self.write_master(unit, index, value)
 
     def _write_weight(self, unit: Unit, offset: int, piece: torch.Tensor) -> None:
-        """Bytes (1D uint8) that begin somewhere in the weights layout: what this rank has of them."""
+        """Write what this rank has of some bytes (1D uint8). Args: offset: Where they begin in the weights layout."""
         for run in unit.ledger.cut.here(Part("uint8", piece.numel(), offset)):
             self._write(unit.ledger.weights, run.home, piece[run.layout - offset : run.layout - offset + run.nbytes])
 
     @contextmanager
     def _written_by_all(self, unit: Unit) -> Iterator[None]:
-        """Ranks write a copy that they share: nobody reads it any more, nor before it is whole."""
+        """Guard writes to a copy that ranks share: no rank still reads it, or reads it before all have written."""
         is_shared = self.world is not None and unit.ledger.cut.is_one_copy
         if self.world is not None and is_shared:
             self.device.wait("weights read", unit.ledger.weights.readers)
@@ -179,7 +180,7 @@ class Access:
         if value.dtype == torch_dtype(unit.spec.params[index].dtype):
             master, values = self._own_state(unit, "master", index), values.to("cpu")
             is_edited = master.to(values.dtype) != values
-            if unit.views.is_compact[index]:  # nothing else says what the sign of a 0 is
+            if unit.views.is_compact[index]:  # the weight is made from the master, so the sign of a 0 counts, too
                 is_edited |= master.to(values.dtype).view(torch.int16) != values.view(torch.int16)
             is_alone = self.world is None or not unit.views.is_compact[index]
             if is_alone and not bool(is_edited.any()):
@@ -189,14 +190,14 @@ class Access:
 
     @torch.no_grad()
     def write_state(self, unit: Unit, name: str, index: int, value: torch.Tensor) -> None:
-        """Replace one optimizer state: what is here of it."""
+        """Replace what this rank has of one optimizer state. Args: value: The whole state."""
         form = unit.ledger.state_specs[name].described(unit.spec.params[index], index)
         whole = flat(form, value.detach())
         first, numel = unit.ledger.state_specs[name].owned(unit.spec, index, unit.spec.rank)
         self._write_state(unit, name, index, whole[first : first + numel], whole)
 
     def _write_state(self, unit: Unit, name: str, index: int, values: torch.Tensor, whole: torch.Tensor) -> None:
-        """Args: values: What is here. whole: Of all ranks; a compact master's weight follows it on each."""
+        """Args: values: What this rank has. whole: All values; a compact master's weight follows them on each rank."""
         unit.states_version += 1
         state = unit.ledger.state_specs[name]
         part, home = state.parts[index], unit.ledger.states
@@ -215,7 +216,7 @@ class Access:
         self._write(home, state.start + part.offset, values.to(torch_dtype(part.dtype)))
 
     def _read(self, home: Home[Handle], part: Part, start: int = 0) -> torch.Tensor:
-        """A part of a layout that begins at ``start`` (1D)."""
+        """Read a part of a home (1D). Args: start: Where the layout of the part begins in the home."""
         result, first = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu"), start + part.offset
         if home.memory is not None and part.nbytes:
             self._copy_out(home, home.span(first, first + part.nbytes).memory, result)
@@ -239,7 +240,7 @@ class Access:
         if isinstance(part, Buffer):
             self._order(home, part, is_write=True)
             part.bytes.copy_(source)
-            if home.tier == "device":  # lanes come behind what compute did
+            if home.tier == "device":  # lanes must wait for what compute wrote
                 home.written_by(self.device.mark(f"{home.kind} written"))
             return
         self._wait(home)
@@ -261,7 +262,7 @@ class Access:
 
 
 def sample_of(param: torch.Tensor) -> bytes:
-    """What ``Access.sample`` gives of a parameter outside of an engine, if it is row-major."""
+    """What ``Access.sample`` would return for a parameter outside of an engine, if it is row-major."""
     data = param.detach().contiguous().reshape(-1).view(torch.uint8)
     nbytes = min(data.numel(), _SAMPLE_BYTES)
     start = (data.numel() - nbytes) // 2
@@ -271,7 +272,7 @@ def sample_of(param: torch.Tensor) -> bytes:
 def own_states(unit: Unit, index: int) -> list[StateSpec]:
     """States that a parameter has besides its weight.
 
-    A master of the weight's own dtype is none, whether or not the plan has a copy: the weight itself says the same.
+    A master of the weight's own dtype is not among them, whether or not the plan has a copy: it equals the weight.
     """
     dtype = unit.spec.params[index].dtype
     states = [s for s in unit.ledger.state_specs.values() if s.forms[index] is not None]
@@ -279,7 +280,7 @@ def own_states(unit: Unit, index: int) -> list[StateSpec]:
 
 
 def shown_states(unit: Unit, index: int) -> list[tuple[StateSpec, str]]:
-    """The same as others see them, with their dtypes: a master is fp32, however it is stored."""
+    """These states as users and files see them, with their dtypes: a master is fp32, however it is stored."""
     seen = [s for s in own_states(unit, index) if s.name != CODES]
     return [(s, "float32" if s.name == "master" else s.parts[index].dtype) for s in seen]
 
@@ -288,21 +289,21 @@ class States:
     """Checks and replaces the states of single parameters."""
 
     def __init__(self, places: Mapping[int, tuple[Unit, int]], access: Access, *, has_optimizer: bool) -> None:
-        """Args: places: By the id of a parameter."""
+        """Args: places: Unit and index of each parameter, by the parameter's id."""
         self._places, self._access, self._has_optimizer = places, access, has_optimizer
 
     def place(self, param: torch.Tensor) -> tuple[Unit, int] | None:
-        """Unit and index of a trained parameter."""
+        """Unit and index of a trained parameter; None for any other."""
         unit, index = self._places.get(id(param), (None, 0))
         return None if unit is None or index >= unit.num_trainable else (unit, index)
 
     def spec(self, param: torch.Tensor) -> ParamSpec | None:
-        """Of a trained parameter."""
+        """Spec of a trained parameter; None for any other."""
         unit, index = self.place(param) or (None, 0)
         return None if unit is None else unit.spec.params[index]
 
     def names(self, param: torch.Tensor) -> list[str] | None:
-        """States for which a parameter has memory; None: it is not trained."""
+        """Names of the states for which a parameter has memory; None if it is not trained."""
         unit, index = self.place(param) or (None, 0)
         if unit is None:
             return None
@@ -312,7 +313,7 @@ class States:
         """Raise if states of an optimizer do not fit a parameter.
 
         Raises:
-            ConfigError: A tensor of another shape or format.
+            ConfigError: A tensor has another shape or format, or its scale is missing.
         """
         unit, index = self.place(param) or (None, 0)
         if unit is None:
@@ -341,7 +342,7 @@ class States:
                 )
 
     def load(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
-        """Replace a parameter's states by ``values``; what is missing begins anew, masters apart."""
+        """Replace a parameter's states by ``values``. Missing states begin anew, except masters, which stay."""
         unit, index = self.place(param) or (None, 0)
         if unit is None or not self._has_optimizer:
             return

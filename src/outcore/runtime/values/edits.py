@@ -1,9 +1,9 @@
-"""Edits of weights that live on the device: changed in place, they are where the next update starts.
+"""Edits of weights that live on the device: the next update starts from weights that the user changed in place.
 
 [Note: edits] A plain loop keeps an edit. Here the update of a unit may start from master weights elsewhere. So before
-each step the masters of edited weights follow them: elements that still are the rounded master keep it, and the others
-become what the weight says. An edit shows in the version counter or in a changed address. ``p.data`` has a version
-counter of its own, so whoever asked for it may have edited.
+each step, the masters of edited weights follow them: elements that equal the rounded master keep their master, and the
+master of any other becomes the weight's value. An edit shows in the version counter or in a changed address. ``p.data``
+has a version counter of its own, so a parameter whose ``data`` was read counts as edited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outcore.spec.model import ParamSpec, row_major
 
 @torch.no_grad()
 def take_edits(unit: Unit, access: Access) -> None:
-    """Make what a user did to weights at home on the device count.
+    """Take over what a user changed in weights at home on the device.
 
     Raises:
         UnsupportedError: A frozen parameter was unfrozen, or the shape or dtype of one was changed.
@@ -57,8 +57,8 @@ def take_edits(unit: Unit, access: Access) -> None:
 class OwnEdits:
     """What a unit does to its own parameters in forward: weight clipping, codebooks, projections onto a constraint.
 
-    On the device such an edit is where the next update starts. In a slot it would be lost, so it is written home as
-    soon as the unit is unbound. Seen as in [Note: edits].
+    Where weights live on the device, the next update starts from such an edit. In a slot the edit would be lost, so it
+    is written home as soon as the unit is unbound. Edits are recognised as in [Note: edits].
     """
 
     def __init__(self, unit: Unit, access: Access) -> None:
@@ -68,14 +68,14 @@ class OwnEdits:
         """Parameters that the last forward may have changed."""
 
     def begin(self) -> None:
-        """Forward is about to run, on present parameters."""
+        """Note the parameters' versions. Call it right before forward, when parameters are present."""
         if not self._unit.ledger.cut.is_resident:
             self._touched.clear()
         self._versions = [p._version for p in self._unit.params]
 
     @torch.no_grad()
     def end(self) -> dict[int, torch.Tensor]:
-        """Forward ran. Returns what to write home.
+        """Find what forward changed. Returns the values to write home, by index of the parameter.
 
         Raises:
             UnsupportedError: A parameter got another shape, dtype or order in memory.
@@ -96,13 +96,13 @@ class OwnEdits:
         return changed
 
     def write_home(self, changed: dict[int, torch.Tensor]) -> None:
-        """Write what ``end`` returned. The unit is not bound any more."""
+        """Write what ``end`` returned to the home. Call it when the unit is not bound any more."""
         for i, value in changed.items():
             self._access.write_weight(self._unit, i, value)
 
     @contextmanager
     def undone(self, suspects: Sequence[int]) -> Iterator[None]:
-        """Take back what a recompute does to parameters that its forward changed: they are edited already."""
+        """Undo what a recompute does to parameters that its forward changed: they have this edit already."""
         if not suspects:
             yield
             return
@@ -117,7 +117,7 @@ class OwnEdits:
 
 
 def refuse_other_form(spec: ParamSpec, tensor: torch.Tensor) -> None:
-    """Raise if a parameter's data was replaced by something of another shape or dtype, as resizing embeddings does."""
+    """Raise if a parameter's data was replaced by a tensor of another shape or dtype, as resizing embeddings does."""
     if tensor.shape != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
         raise UnsupportedError(
             f"expected '{spec.name}' to keep shape {spec.shape} and dtype {spec.dtype}, "
@@ -127,7 +127,7 @@ def refuse_other_form(spec: ParamSpec, tensor: torch.Tensor) -> None:
 
 
 def refuse_other_strides(spec: ParamSpec, tensor: torch.Tensor) -> None:
-    """Raise if a parameter's data was replaced by something that lies in memory in another order."""
+    """Raise if a parameter's data was replaced by a tensor that lies in memory in another order."""
     expected = spec.strides or row_major(spec.shape)
     if any(n > 1 and a != b for n, a, b in zip(tensor.shape, tensor.stride(), expected, strict=True)):
         raise UnsupportedError(

@@ -1,6 +1,6 @@
 """First values: weights, masters and states are written to their homes unit by unit, and parameters become absent.
 
-A model on the CPU shrinks as it is filled in; one on the meta device never stands whole in memory.
+A model on the CPU shrinks as its units are written; one on the meta device is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def fill_unit(unit: Unit, tiers: Tiers, pools: Pools[Handle], values: Values) ->
     """Write a unit's first bytes. Nothing else may be in flight for it.
 
     Args:
-        unit: Its homes are uninitialised.
-        tiers: Writes what lives on disk.
-        pools: Slots serve as staging for that.
-        values: Each parameter is asked for once.
+        unit: The unit, whose homes are uninitialised.
+        tiers: Writes homes on disk.
+        pools: Their slots on the host serve as staging for homes on disk.
+        values: Called once for each parameter.
     """
     weights, states = (_staged(home, pools) for home in (unit.ledger.weights, unit.ledger.states))
     if states is not None:
@@ -56,7 +56,7 @@ def fill_unit(unit: Unit, tiers: Tiers, pools: Pools[Handle], values: Values) ->
 
 
 def _put(unit: Unit, weights: Buffer, index: int, value: torch.Tensor) -> None:
-    """What this rank has of a parameter."""
+    """Write what this rank has of a parameter."""
     cut, part = unit.ledger.cut, unit.spec.weight_parts[index]
     if cut.num_sharers == 1:
         unit.views.weights(weights)[index].copy_(value)

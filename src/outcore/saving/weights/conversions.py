@@ -1,9 +1,9 @@
 """How names and tensors of a Hugging Face checkpoint correspond to those of a model, in both directions.
 
-[Note: weight conversions] Transformers may store a model in another form than it runs in: other names, experts one by
-one instead of fused. Its rules are applied to groups of tensors that belong together, first on the meta device, which
-gives every name and shape before a byte is read, then group by group on real tensors. Which groups there are follows
-the library's own loading and saving; the rules themselves are the library's.
+[Note: weight conversions] Transformers may store a model in another form than it runs in: under other names, or with
+experts one by one instead of fused. Its rules are applied to groups of tensors that belong together. They are applied
+first on the meta device, which gives every name and shape before a byte is read, then group by group on real tensors.
+The rules are the library's own, and tensors are grouped as its own loading and saving groups them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import nn
 from outcore.core.errors import UnsupportedError
 
 Read = Callable[[str], torch.Tensor]
-"""Name -> tensor, on either side."""
+"""Name -> tensor, of the checkpoint or of the model."""
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Tensors that are converted together: most are one tensor under one name."""
+    """Tensors that are converted together. Most groups are one tensor under one name."""
 
     target: str
     """Name of the result; of the first one if there are several."""
     sources: list[tuple[str, str]] = field(default_factory=list)
-    """Pattern of the rule that matched, and the name on the other side."""
+    """Of each source: the pattern of the rule that matched, and its name."""
     converter: Any = None
-    """The library's rule; None where only the name differs."""
+    """The library's rule; None if only the name differs."""
     model: nn.Module | None = None
     rename: Callable[[str], str] = str
 
@@ -41,7 +41,7 @@ class Group:
         """Make the results from the sources.
 
         Args:
-            read: Gives a source by name; called once for each. Meta tensors give meta results.
+            read: Returns a source by name; called once for each. Meta tensors give meta results.
 
         Memory: host, sources and results of this group.
         """
@@ -57,25 +57,25 @@ class Group:
 
 @dataclass(frozen=True)
 class Rules:
-    """The library's rules for one direction, and those of them that matched a name."""
+    """The library's rules for one direction, which also know whether they matched a name."""
 
     renamings: list[Any]
     converters: list[Any]
 
     @property
     def used(self) -> list[Any]:
-        """What ``save_pretrained`` must revert later."""
+        """Rules that matched a name; ``save_pretrained`` must revert them later."""
         return [rule for rule in (*self.renamings, *self.converters) if rule.was_used()]
 
 
 def is_pretrained_model(module: nn.Module) -> bool:
-    """Whether it is a Transformers model. Imports nothing: without the library there are none."""
+    """Whether a module is a Transformers model. Imports nothing: none exists before the library is imported."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
 def is_adapter_model(module: nn.Module) -> bool:
-    """Whether it is a model wrapped by peft. Imports nothing."""
+    """Whether a module is a model wrapped by peft. Imports nothing."""
     library = sys.modules.get("peft.peft_model")
     return library is not None and isinstance(module, library.PeftModel)
 
@@ -84,7 +84,7 @@ def refuse_prefixes(model: nn.Module) -> None:
     """Refuse adapters that pass trained tensors to blocks as a key-value cache.
 
     Raises:
-        UnsupportedError: Naming the adapter.
+        UnsupportedError: There is one; the error names it.
     """
     configs: Mapping[str, Any] = model.peft_config if is_adapter_model(model) else {}  # type: ignore[assignment]
     for name, config in configs.items():
@@ -101,9 +101,9 @@ def loading_groups(model: nn.Module, names: Iterable[str], state: Mapping[str, A
     """Group a checkpoint's tensors by what they become in a model.
 
     Args:
-        model: Whose rules apply. Any other than a Transformers model takes names as they are.
-        names: Of the checkpoint.
-        state: Names of the model.
+        model: Its rules apply. A model that is not of Transformers takes names as they are.
+        names: Names in the checkpoint.
+        state: Names in the model.
 
     Returns:
         The groups, whether or not the model knows their targets; and the rules, for ``Rules.used``.
@@ -128,7 +128,7 @@ def loading_groups(model: nn.Module, names: Iterable[str], state: Mapping[str, A
 def saving_groups(model: nn.Module, names: Iterable[str]) -> list[Group]:
     """Group a model's tensors by what they become in a checkpoint; the reverse of ``loading_groups``.
 
-    What the model was loaded from decides the form, as in ``model.save_pretrained``.
+    The checkpoint that the model was loaded from decides the form, as in ``model.save_pretrained``.
     """
     if not is_pretrained_model(model):
         return [Group(name, [("", name)]) for name in names]
@@ -137,7 +137,7 @@ def saving_groups(model: nn.Module, names: Iterable[str]) -> list[Group]:
 
     forward = getattr(model, "_weight_conversions", None)
     if forward is None:
-        # A prefix says how a checkpoint was loaded; this model was not loaded from any.
+        # Rules for prefixes say how a checkpoint was loaded, but this model was not loaded from one.
         known = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
         forward = [rule for rule in known if not isinstance(rule, library.PrefixChange)]
     rules = _rules([rule.reverse_transform() for rule in reversed(forward)])
@@ -159,7 +159,7 @@ def remember_used(model: nn.Module, rules: Rules) -> None:
 
 
 def tied_targets(model: nn.Module) -> frozenset[str]:
-    """Names that Transformers ties to another parameter: neither initialised nor saved under this name."""
+    """Names that Transformers ties to another parameter, which is neither initialised nor saved under them."""
     found: set[str] = set()
     for prefix, module in model.named_modules():
         if is_pretrained_model(module):
@@ -168,11 +168,11 @@ def tied_targets(model: nn.Module) -> frozenset[str]:
 
 
 def is_ignored(model: nn.Module, name: str, *, when: str) -> bool:
-    """Whether Transformers takes a checkpoint for good although ``name`` is "missing" in it or "unexpected".
+    """Whether Transformers accepts a checkpoint although ``name`` is "missing" in it or "unexpected".
 
     Args:
         model: Any module.
-        name: In the model's terms.
+        name: A name in the model's terms.
         when: "missing" or "unexpected".
     """
     patterns = set(getattr(model, f"_keys_to_ignore_on_load_{when}", None) or ())
@@ -182,7 +182,7 @@ def is_ignored(model: nn.Module, name: str, *, when: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-# Buffers that checkpoints of older versions hold, and that are computed now.
+# Buffers that are computed now, but that checkpoints of older versions hold.
 _COMPUTED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 
 

@@ -1,7 +1,7 @@
 """A prepared model's weights on their way out: streamed by name, or saved as a Hugging Face directory.
 
-[Note: what is saved] The same keys, shapes and dtypes that ``model.save_pretrained`` writes for the plain model. Names
-are settled on meta tensors, and the weights then read from their homes as they are written. The small files
+[Note: what is saved] Keys, shapes and dtypes are those that ``model.save_pretrained`` writes for the plain model. Names
+are settled on meta tensors; the weights are then read from their homes as they are written. The small files
 (configuration, model card, adapters) are written by the library itself, into a folder of their own first.
 """
 
@@ -59,15 +59,15 @@ def stream_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_model(engine: Engine, directory: str | Path) -> None:
-    """Save weights and configuration; of a model with adapters, the adapters alone. Of several ranks the first writes.
+    """Save weights and configuration; for a model with adapters, the adapters only. With several ranks, rank 0 writes.
 
     Args:
-        engine: Of the model.
-        directory: Made if missing; files of an older save are replaced.
+        engine: The engine of the model.
+        directory: Created if missing; files of an older save are replaced.
 
     Raises:
         ConfigError: The directory is a file.
-        UnsupportedError: A module brings its own way of saving.
+        UnsupportedError: A module has its own way of saving, or a weight has a format that files cannot hold.
         DiskError: The directory cannot be written.
 
     Memory: host, one tensor at a time, or the group of tensors that become one in the checkpoint; all adapters.
@@ -83,7 +83,7 @@ def save_model(engine: Engine, directory: str | Path) -> None:
 
 
 def _save(engine: Engine, directory: str | Path, *, writes: bool) -> None:
-    """Args: writes: Else this rank only gives its part of the weights."""
+    """Save the model. Args: writes: False: this rank only contributes its part of the weights."""
     model = engine.model
     if not saves_adapters(model):
         state = saved_state(model)
@@ -104,19 +104,19 @@ def _save(engine: Engine, directory: str | Path, *, writes: bool) -> None:
 
 
 def saves_adapters(model: nn.Module) -> bool:
-    """Whether adapters alone are what is saved of it."""
+    """Whether only the adapters of a model are saved."""
     return is_adapter_model(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def save_beside_weights(
     engine: Engine, folder: Path, adapters: Mapping[Path, Mapping[str, Place]] | None = None
 ) -> None:
-    """Into a new folder, what the library saves beside the weights, or of adapters everything. Nothing is synced.
+    """Write what the library saves beside the weights, or all of the adapters, into a new folder. Nothing is synced.
 
     Args:
-        engine: Of the model.
-        folder: New.
-        adapters: What ``adapter_tensors`` gave: then these are left out, to be saved by the caller.
+        engine: The engine of the model.
+        folder: A new folder.
+        adapters: What ``adapter_tensors`` returned. If given, adapters are left out, and the caller saves them.
     """
     model = engine.model
     if adapters is not None:
@@ -129,7 +129,7 @@ def save_beside_weights(
 
 
 def _save_beside(model: nn.Module, folder: Path, adapters: Mapping[str, torch.Tensor]) -> None:
-    """Args: adapters: Values of them all, where these are what is saved."""
+    """Have the library save its files. Args: adapters: Values of all adapters, if these are what is saved."""
     if saves_adapters(model):
         _library_save(model, folder, adapters)
     elif is_pretrained_model(model):
@@ -139,7 +139,7 @@ def _save_beside(model: nn.Module, folder: Path, adapters: Mapping[str, torch.Te
 
 
 def adapter_values(engine: Engine) -> dict[str, torch.Tensor]:
-    """By name; of a model whose adapters alone are saved."""
+    """Values of a model's adapters by name, if only the adapters are saved; empty otherwise."""
     model = engine.model
     names = adapter_names(model) if saves_adapters(model) else set()
     return {p.name: read_tensor(engine, p.tensor) for p in places(model) if p.name in names}
@@ -153,7 +153,7 @@ def _converted(
 
 
 def saved_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What is saved: name -> the parameter or buffer itself. Tied ones once, as the library's loader expects them."""
+    """Parameters and buffers to save, by name. Tied ones appear once, as the library's loader expects them."""
     everything = [p for p in places(model) if p.is_persistent]
     for place in everything:
         _refuse_own_format(place)
@@ -191,7 +191,7 @@ def _refuse_own_format(place: Place) -> None:
 
 
 def adapter_names(model: nn.Module) -> set[str]:
-    """Names of the tensors that peft saves: those it picks from a state dict, and all that are trained."""
+    """Names of the tensors that peft needs for saving: those it picks from a state dict, and all trained ones."""
     names = {p.name for p in places(model) if p.tensor.requires_grad}
     for picked in _picked(model).values():
         names |= {place.name for place in picked.values() if place is not None}
@@ -199,10 +199,10 @@ def adapter_names(model: nn.Module) -> set[str]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[Path, dict[str, Place]] | None:
-    """What peft saves as it is: folder -> name in the file -> where it stands in the model.
+    """Tensors that peft saves unchanged: folder -> name in the file -> place in the model.
 
     Returns:
-        None where peft makes something else of an adapter's tensors, or another library saves them.
+        The mapping. None if peft converts tensors of an adapter, or another library saves them.
     """
     if not is_adapter_model(model):
         return None
@@ -216,7 +216,7 @@ def adapter_tensors(model: nn.Module) -> dict[Path, dict[str, Place]] | None:
 
 
 def _picked(model: nn.Module) -> dict[str, dict[str, Place | None]]:
-    """Adapter -> name -> what peft picks from a state dict; None where it is no tensor of that."""
+    """What peft picks from a state dict: adapter -> name -> place. None for a tensor that peft made itself."""
     from peft import get_peft_model_state_dict
 
     everything = [p for p in places(model) if p.is_persistent]
@@ -225,7 +225,7 @@ def _picked(model: nn.Module) -> dict[str, dict[str, Place | None]]:
     found = {}
     for adapter, config in _configs(model).items():
         if getattr(config.peft_type, "value", config.peft_type) == "ADALORA":
-            continue  # peft looks at values; all that it saves is trained
+            continue  # peft looks at values here; all that it saves is trained
         picked = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
         found[adapter] = {name: place_of.get(id(tensor)) for name, tensor in picked.items()}
     return found
@@ -236,7 +236,7 @@ def _configs(model: nn.Module) -> Mapping[str, Any]:
 
 
 def without_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """One of its shape and dtype."""
+    """A meta tensor of the same shape and dtype."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -244,7 +244,7 @@ def _library_save(model: nn.Module, directory: Path, state: Mapping[str, torch.T
     from transformers.utils import logging
 
     shows_progress = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # of shards that it does not write
+    logging.disable_progress_bar()  # it would count shards that are not written
     try:
         model.save_pretrained(directory, state_dict=dict(state))  # type: ignore[operator]  # both libraries have it
     finally:

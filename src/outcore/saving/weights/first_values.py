@@ -1,4 +1,4 @@
-"""Where a model's first values come from: itself, a checkpoint, or its own initialisation; asked for unit by unit."""
+"""A model's first values: its own, those of a checkpoint, or those of its initialisation, given unit by unit."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class FirstValues:
         later: Collection[str] = (),
         quantized: Sequence[Quantized] = (),
     ) -> None:
-        """Settle where everything comes from.
+        """Settle where every value comes from.
 
         Args:
             model: Any part of it may be on the meta device.
-            weights: A Hugging Face checkpoint directory; overrides values that the model has.
-            later: Tensors that get their values afterwards; on the meta device they begin as zeros.
-            quantized: Weights of the model that are quantised, at the latest as they are read.
+            weights: A Hugging Face checkpoint directory; it overrides values that the model has.
+            later: Names of tensors that get their values afterwards. On the meta device they begin as zeros.
+            quantized: Weights of the model that are quantised already, or will be as they are read.
 
         Raises:
             ConfigError: The checkpoint does not fit, or nothing gives a tensor on the meta device its value.
@@ -67,9 +67,9 @@ class FirstValues:
 
     @torch.no_grad()
     def take_over(self, device: torch.device) -> None:
-        """Take the model off the meta device: buffers get their values, parameters wait for theirs without any bytes.
+        """Take the model off the meta device. Buffers get their values; parameters have no bytes until they get theirs.
 
-        Parameters stay the same objects, so the optimizer goes on knowing them. Called once, before ``of``.
+        Parameters stay the same objects, so the optimizer still holds them. Call it once, before ``of``.
 
         Memory: on ``device``, all buffers; host, buffers while they are made.
         """
@@ -97,7 +97,7 @@ class FirstValues:
     def of(self, unit: Unit) -> Values:
         """The first values of a unit's parameters.
 
-        Memory: host, what the unit's modules initialise; else one tensor at a time.
+        Memory: host, all tensors that the unit's modules initialise; otherwise one tensor at a time.
         """
         made = self._initialise(unit.params)
 
@@ -148,7 +148,7 @@ def _refuse_unread(weights: Sequence[Quantized]) -> None:
 
 
 def _refuse_hidden(model: nn.Module) -> None:
-    """A tensor on the meta device that is no parameter and no buffer would never get a value."""
+    """Refuse a tensor on the meta device that is neither parameter nor buffer: it would never get a value."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
@@ -160,7 +160,7 @@ def _refuse_hidden(model: nn.Module) -> None:
 
 
 def _refuse_watched(place: Place) -> None:
-    """What hangs on a tensor's present bytes would be lost when it leaves the meta device."""
+    """Refuse a parameter with hooks or weak references: they would be lost when it leaves the meta device."""
     tensor = place.tensor
     hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
     if tensor.is_meta and not place.is_buffer and (hooks or weakref.getweakrefs(tensor)):
@@ -171,7 +171,7 @@ def _refuse_watched(place: Place) -> None:
 
 
 def _leave_meta(param: torch.Tensor, device: torch.device) -> None:
-    # The storage cannot be replaced across these devices: ``param.data = ...`` raises.
+    # ``param.data = ...`` raises here: a storage cannot be replaced by one on such a different device.
     empty = nothing(param.dtype, device).as_strided(param.shape, (0,) * param.ndim)
     kind = type(param) if is_quantized(param) else Parameter
     stand_in = subclassed(kind, empty, param.requires_grad)

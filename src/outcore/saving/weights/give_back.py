@@ -1,6 +1,7 @@
-"""A closed model's weights, back in ordinary parameters where they were before ``prepare``.
+"""Giving the weights of a closed model back, as ordinary parameters where they were before ``prepare``.
 
-Everything that can fail comes before the engine is closed, or after each parameter has its value: no error loses any.
+Everything that can fail happens before the engine is closed, or after each parameter has its value. So no error loses
+a value.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class Origin(NamedTuple):
 
     device: torch.device
     is_thawed: bool
-    """It was to be trained, and ``prepare`` without an optimizer froze it."""
+    """Whether it required a gradient, and ``prepare`` without an optimizer froze it."""
     kind: type[torch.Tensor]
 
 
 def origins_of(model: nn.Module, *, is_to_be_frozen: bool) -> dict[str, Origin]:
-    """By name, of all parameters and buffers. What was on the meta device comes back to the host."""
+    """Origins of all parameters and buffers, by name. Tensors on the meta device will come back to the host."""
     host, everything = torch.device("cpu"), {p.name: p.tensor for p in places(model)}
     return {
         name: Origin(host if tensor.is_meta else tensor.device, is_to_be_frozen and tensor.requires_grad, type(tensor))
@@ -41,12 +42,13 @@ def origins_of(model: nn.Module, *, is_to_be_frozen: bool) -> dict[str, Origin]:
 
 
 def take_weights(engine: Engine) -> dict[int, torch.Tensor]:
-    """The current weights in host memory, by the identity of their parameter; waits for updates.
+    """The current weights in host memory, by the id of their parameter. Waits for updates.
 
     Raises:
-        OutcoreError: There is no room for them, they are gathered, or they are not whole any more. Nothing was changed.
+        OutcoreError: There is no room for the weights, some are gathered, or they are not whole any more. Nothing was
+            changed.
 
-    Memory: host, all weights beside everything that the engine holds.
+    Memory: host, all weights in addition to everything that the engine holds.
     """
     engine.refuse_if_closed()
     engine.device.check()
@@ -62,14 +64,14 @@ def take_weights(engine: Engine) -> dict[int, torch.Tensor]:
 
 
 def _value(engine: Engine, unit: Unit, index: int) -> torch.Tensor:
-    if unit.presence.now is Beneath.AT_HOME:  # where it may have been edited
+    if unit.presence.now is Beneath.AT_HOME:  # the user may have edited it there
         return unit.params[index].detach().to("cpu", copy=True)
     return engine.access.read_weight(unit, index)
 
 
 @torch.no_grad()
 def give_back(model: nn.Module, values: Mapping[int, torch.Tensor], origins: Mapping[str, Origin]) -> None:
-    """Put weights into the parameters of a closed model, and then all that was elsewhere back to its device."""
+    """Put weights into the parameters of a closed model; then move parameters and buffers back to their devices."""
     everything = list(places(model))
     known = [
         place
@@ -94,8 +96,8 @@ def give_back(model: nn.Module, values: Mapping[int, torch.Tensor], origins: Map
 
 def _restore(param: torch.Tensor, value: torch.Tensor, origin: Origin) -> None:
     param.__class__ = origin.kind
-    param.__dict__.pop("place", None)  # of the class that watched it
+    param.__dict__.pop("place", None)  # an attribute of the class that watched it
     param.data = value
     param.requires_grad_(param.requires_grad or origin.is_thawed)
     if hasattr(param, "grad_dtype"):
-        param.grad_dtype = param.dtype  # the unit allowed any
+        param.grad_dtype = param.dtype  # the unit allowed any dtype

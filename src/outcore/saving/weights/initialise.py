@@ -1,10 +1,10 @@
 """First values of a model on the meta device: every module initialises itself, unit by unit, in memory of its own.
 
-[Note: unit by unit] While a unit is initialised, its tensors stand in the model as fresh memory, and all others as meta
-tensors. Modules above and beside it may then run their initialisers unchanged: what they write elsewhere goes nowhere.
-The same run with *everything* on meta, before any memory is taken, shows which tensors nobody initialises.
+[Note: unit by unit] While a unit is initialised, its tensors in the model are fresh memory, and all others are meta
+tensors. So modules above and beside it can run their initialisers unchanged: their writes to other tensors do nothing.
+The same run with *everything* on meta, before any memory is taken, shows which tensors no module initialises.
 
-Modules run in the order in which ``PreTrainedModel.initialize_weights`` and module construction go: children first.
+Modules run children first, as in ``PreTrainedModel.initialize_weights`` and in the construction of modules.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Initialiser = Callable[[], object]
 
 @final
 class Initialisation:
-    """How the tensors of a model come to their first values."""
+    """Gives the tensors of a model their first values."""
 
     def __init__(self, model: nn.Module, tensors: Collection[int]) -> None:
         """Find an initialiser for every tensor. Allocates nothing and draws no random numbers.
 
         Args:
-            model: With everything in place.
+            model: The model, with all modules and tensors in place.
             tensors: Ids of the parameters and buffers to initialise; all on the meta device.
 
         Raises:
-            ConfigError: Nobody initialises one of them, or an initialiser needs values.
+            ConfigError: No module initialises one of them, or an initialiser needs values.
         """
         self._model, self._tensors = model, frozenset(tensors)
         self._places = list(places(model))
@@ -52,10 +52,10 @@ class Initialisation:
         """Initialise some of the tensors.
 
         Args:
-            tensors: Ids, of those given to the constructor.
+            tensors: Ids, out of those given to the constructor.
 
         Returns:
-            Id -> value in host memory. The model itself is as before.
+            Id -> value in host memory. The model itself stays as it was.
 
         Memory: host, the tensors.
         """
@@ -68,7 +68,7 @@ class Initialisation:
         return made
 
     def _find_resets(self) -> set[int]:
-        """Modules that initialise themselves as torch does: their model leaves some of their tensors alone."""
+        """Modules that must reset themselves as torch does, because their model leaves some of their tensors alone."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             fresh = {id(p.tensor): _like(p.tensor, "meta") for p in self._places if id(p.tensor) in self._tensors}
             _, written = self._run(fresh, set())
@@ -88,7 +88,7 @@ class Initialisation:
     def _run(
         self, fresh: Mapping[int, torch.Tensor], resets: Collection[int]
     ) -> tuple[dict[int, torch.Tensor], set[int]]:
-        """Run the initialisers around ``fresh``; return what stands there afterwards, and what was written."""
+        """Run initialisers with ``fresh`` in the model; return the tensors there afterwards, and which were written."""
         scope = _scope(self._order, fresh)
         with _standing_in(self._places, self._used, self._twins, fresh), _Writes() as writes:
             before = {key: _storage(tensor) for key, tensor in fresh.items()}
@@ -108,9 +108,9 @@ class Initialisation:
 
 
 def _initialisers(model: nn.Module) -> Iterator[tuple[int, list[Initialiser]]]:
-    """What libraries do beyond torch: id of a module -> its initialisers, in order."""
+    """Initialisers of libraries beyond torch's own: id of a module -> its initialisers, in order."""
     adapters: dict[int, list[Initialiser]] = {}
-    inside: set[int] = set()  # the model they were added to does not know how to initialise them
+    inside: set[int] = set()  # the model that they were added to cannot initialise them
     if is_adapter_model(model):
         adapters, inside = _adapter_initialisers(model)
     yield from adapters.items()
@@ -185,7 +185,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _scope(order: Iterable[nn.Module], fresh: Mapping[int, torch.Tensor]) -> list[nn.Module]:
-    """Modules that hold one of the tensors, directly or below. Asked before anything stands in for them."""
+    """Modules that hold one of the tensors, directly or below. Call it before other tensors stand in for them."""
     holding: set[int] = set()
     scope = []
     for module in order:
@@ -197,7 +197,7 @@ def _scope(order: Iterable[nn.Module], fresh: Mapping[int, torch.Tensor]) -> lis
 
 
 def _places_that_count(model: nn.Module, everything: Iterable[Place]) -> set[str]:
-    """One place per tensor: a tied parameter is initialised by its source, as if tying came afterwards."""
+    """Names of one place per tensor. A tied parameter is initialised by its source, as if it were tied afterwards."""
     targets = tied_targets(model)
     first: dict[int, str] = {}
     for place in sorted(everything, key=lambda p: p.name in targets):  # sorting is stable
@@ -212,7 +212,7 @@ def _standing_in(
     twins: Mapping[int, torch.Tensor],
     fresh: Mapping[int, torch.Tensor],
 ) -> Iterator[None]:
-    # Buffers may have been replaced since the places were listed.
+    # Read the slots now: buffers may have been replaced since the places were listed.
     standing = [(place, _slots(place)[place.key]) for place in everything]
     try:
         for place, _ in standing:
@@ -240,7 +240,7 @@ def _standing(place: Place) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    # With its strides: random numbers go in the order of memory.
+    # Keep the strides: random numbers are drawn in the order of memory.
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -252,7 +252,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the storages that operations write to, also through ``.data`` and views."""
+    """Records the storages that operations write to, also through ``.data`` and views."""
 
     def __init__(self) -> None:
         super().__init__()

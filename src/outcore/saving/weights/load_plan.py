@@ -1,6 +1,6 @@
 """Which tensor of a checkpoint becomes which tensor of a model: settled and checked before any memory is taken.
 
-Reads headers only, except where two tied names both stand in the checkpoint: they must agree.
+Only headers are read, except where a checkpoint has both names of a tie: their tensors must be equal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ADAPTER_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")
 
 @final
 class LoadPlan:
-    """Where every tensor of a model comes from. Made by ``plan_loading``."""
+    """Where in a checkpoint every tensor of a model comes from. Made by ``plan_loading``."""
 
     def __init__(self, model: nn.Module, directory: WeightsDirectory, rules: Rules, packed: PackedWeights) -> None:
         self._model, self._directory, self._rules, self._packed = model, directory, rules, packed
@@ -43,17 +43,17 @@ class LoadPlan:
         self._made: tuple[Group, dict[str, torch.Tensor]] | None = None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the checkpoint has it."""
+        """Whether the checkpoint has a tensor of the model."""
         return id(tensor) in self._sources
 
     def add(self, tensor: torch.Tensor, group: Group, name: str) -> None:
-        """A group of the checkpoint's tensors makes this one."""
+        """Note the group of the checkpoint's tensors that makes a tensor of the model."""
         self._sources[id(tensor)] = group, name
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Read a tensor's value, in the checkpoint's dtype.
 
-        Memory: host, this tensor; where the checkpoint has it in another form, its whole group until the next read.
+        Memory: host, this tensor. If the checkpoint has it in another form, its whole group, until the next read.
         """
         group, name = self._sources[id(tensor)]
         if group.converter is None:
@@ -65,24 +65,24 @@ class LoadPlan:
         return self._made[1][name]
 
     def read_parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Read what says what the bytes of a weight mean that the checkpoint holds quantised; of others nothing.
+        """Read the tensors that give a quantised weight's bytes their meaning; none for other weights.
 
         Raises:
-            ConfigError: Some of it is nan or infinite.
+            ConfigError: One of them has nan or infinite values.
         """
         group, name = self._sources[id(tensor)]
         parts = self._packed.read(group)
         for end, value in parts.items():
             for inner in tensors_in(value):
-                if inner.dtype.itemsize > 1:  # bytes mean something by these alone
+                if inner.dtype.itemsize > 1:  # bytes alone are codes, not values
                     self._refuse_infinite(f"{name}.{end}", inner)
         return parts
 
     def read_finite(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Read a weight; see ``read``. Packed bytes are no values, whatever dtype they are stored as.
+        """Read a weight; see ``read``. Packed bytes are not checked: they are not values, whatever their stored dtype.
 
         Raises:
-            ConfigError: It is nan or infinite somewhere: no step could mend that.
+            ConfigError: The weight has nan or infinite values, which no step could mend.
         """
         group, name = self._sources[id(tensor)]
         value = self.read(tensor)
@@ -100,11 +100,11 @@ class LoadPlan:
             )
 
     def forget(self) -> None:
-        """Let go of the group that was read last."""
+        """Release the group that was read last."""
         self._made = None
 
     def remember_rules(self) -> None:
-        """Leave with the model what saving it must know."""
+        """Leave the rules that were used with the model, for when it is saved."""
         remember_used(self._model, self._rules)
 
 
@@ -116,12 +116,12 @@ def plan_loading(model: nn.Module, path: str | Path) -> LoadPlan:
 
     Args:
         model: On any device, also meta.
-        path: With ``model.safetensors``, or shards and their index.
+        path: Directory with ``model.safetensors``, or with shards and their index.
 
     Raises:
         ConfigError: Tensors are missing, unexpected, of another shape, quantized otherwise, or cannot be converted.
 
-    Memory: host, headers; the two tensors of a tie that stands in the checkpoint twice, while they are compared.
+    Memory: host, headers; two tensors of a tie that the checkpoint has twice, while they are compared.
     """
     directory = WeightsDirectory.open(path)
     base, state = _state(model)
@@ -151,7 +151,7 @@ def plan_loading(model: nn.Module, path: str | Path) -> LoadPlan:
 
 
 def _state(model: nn.Module) -> tuple[nn.Module, dict[str, list[Place]]]:
-    """The model that a checkpoint is of, and its tensors by the names that they have there.
+    """The model that a checkpoint is of, and its tensors by the names that they have in the checkpoint.
 
     An adapter model wraps the base model's modules, so a base name may have several places.
     """
@@ -169,7 +169,7 @@ def _state(model: nn.Module) -> tuple[nn.Module, dict[str, list[Place]]]:
 
 
 def _missing(model: nn.Module, plan: LoadPlan, state: Mapping[str, Sequence[Place]]) -> list[str]:
-    """Where a part of the model is on the meta device, the rest has its values on purpose and may keep them."""
+    """Names that the checkpoint lacks. In a model partly on the meta device, tensors with values need not be there."""
     wanted = {name: ps[0].tensor for name, ps in state.items() if not plan.holds(ps[0].tensor)}
     if any(p.tensor.is_meta for ps in state.values() for p in ps):
         wanted = {name: tensor for name, tensor in wanted.items() if tensor.is_meta}
@@ -177,7 +177,7 @@ def _missing(model: nn.Module, plan: LoadPlan, state: Mapping[str, Sequence[Plac
 
 
 def adapter_tensors(model: nn.Module) -> set[int]:
-    """Ids of the tensors that peft added to a model's layers; copies of base modules (``modules_to_save``) are none."""
+    """Ids of the tensors that peft added to a model's layers, without copies of base modules (``modules_to_save``)."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
@@ -191,7 +191,7 @@ def _shapes(group: Group, directory: WeightsDirectory, packed: PackedWeights) ->
         return group.convert(packed.shapes_of)
     except ConfigError:
         raise
-    except Exception as error:  # the library's rules raise whatever they like
+    except Exception as error:  # the library's rules may raise anything
         raise ConfigError(
             f"weights '{directory.path}': expected tensors that can be converted to '{group.target}', but converting "
             f"'{group.sources[0][1]}' failed: {error!r}; load the model with from_pretrained instead of weights="
@@ -224,7 +224,7 @@ def _assign(
     targets: frozenset[str],
     directory: WeightsDirectory,
 ) -> None:
-    # Sources of ties first: what stands under the name of a target is only used if there is nothing else.
+    # Sources of ties first: a tensor under the name of a target is only used if there is no other.
     first: dict[int, str] = {}
     for name in sorted(loaded, key=lambda name: name in targets):
         for place in state[name]:

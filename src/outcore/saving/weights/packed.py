@@ -1,4 +1,4 @@
-"""Weights that a checkpoint holds quantised: the packed bytes, and beside them the tensors that say what they mean."""
+"""Quantised weights in a checkpoint: packed bytes, and beside them the tensors that give the bytes their meaning."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from outcore.saving.weights.conversions import Group
 
 _STATE = ".quant_state.bitsandbytes__"
 _IN_4_BITS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
-_SCALES, _LAYOUT = "SCB", "weight_format"  # of 8 bits, beside the weight
+_SCALES, _LAYOUT = "SCB", "weight_format"  # beside a weight in 8 bits
 
 
 @final
 class PackedWeights:
-    """Those of a checkpoint, in the form in which bitsandbytes, torchao and Transformers write them.
+    """Quantised weights of a checkpoint, in the form in which bitsandbytes, torchao and Transformers write them.
 
-    Of torchao's a file has the tensors inside, and in its header what the wrapper around them is.
+    For a weight of torchao, a file has the tensors inside of the wrapper, and its header describes the wrapper.
     """
 
     def __init__(self, directory: WeightsDirectory) -> None:
-        """Args: directory: Only names are looked at."""
+        """Find them. Args: directory: Only its names and metadata are looked at."""
         self._directory = directory
         names = directory.names()
         known = set(names)
@@ -44,15 +44,15 @@ class PackedWeights:
                 self._parts[weight] = {_SCALES: name, **({_LAYOUT: layout} if layout in known else {})}
         self._wrapped = {name: text for name, text in directory.metadata.items() if self._is_wrapper(name, text, known)}
         self.parts = frozenset(part for parts in self._parts.values() for part in parts.values())
-        """Names of tensors that only say what packed bytes mean, or are inside of wrappers."""
+        """Names of tensors that only give packed bytes their meaning, or are inside of wrappers."""
         self.names = [*(name for name in names if name not in self.parts), *self._wrapped]
-        """Of weights."""
+        """Names of weights."""
 
     def _is_wrapper(self, name: str, text: str, known: set[str]) -> bool:
         module, _, weight = name.rpartition(".")
         try:
             inside = {f"{module}._{weight}_{end}" for end in json.loads(text)["_tensor_data_names"]}
-        except (ValueError, KeyError, TypeError):  # it says something else
+        except (ValueError, KeyError, TypeError):  # the metadata describes something else
             return False
         self._parts |= {name: {part: part for part in inside}} if known.issuperset(inside) else {}
         return name in self._parts
@@ -65,7 +65,7 @@ class PackedWeights:
         return torch.empty(self._directory.shape(name), dtype=self._directory.dtype(name), device="meta")
 
     def _wrapper(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """What torchao makes of what is inside."""
+        """The wrapper that torchao makes of the tensors inside."""
         refuse_missing("torchao", extra=None)
         from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
@@ -81,14 +81,14 @@ class PackedWeights:
         return wrapper
 
     def holds(self, group: Group) -> bool:
-        """Whether what a group of tensors makes is such a weight."""
+        """Whether a group of tensors makes a quantised weight."""
         return group.converter is None and group.sources[0][1] in self._parts
 
     def said(self, group: Group) -> str:
-        """How the weight is quantised.
+        """Describe how the weight is quantised.
 
         Raises:
-            ConfigError: What the checkpoint says of it is not what bitsandbytes writes.
+            ConfigError: The checkpoint's description of it is not as bitsandbytes or torchao writes it.
         """
         name = group.sources[0][1]
         if name in self._wrapped:
@@ -116,7 +116,7 @@ class PackedWeights:
             ) from error
 
     def _refuse_damaged(self, name: str, parts: dict[str, str], found: dict[str, Any]) -> None:
-        """Raise a ValueError if parts are missing, or others than the description says."""
+        """Raise a ValueError if parts are missing, or do not match the description."""
         is_nested = "nested_absmax" in parts
         needed = ["absmax", "quant_map", *["nested_absmax", "nested_quant_map"] * is_nested]
         fields = ["dtype", *["nested_dtype", "nested_offset"] * is_nested]
@@ -134,9 +134,9 @@ class PackedWeights:
                 raise ValueError(f"'{part}' with {stored} values in place of {numel}")
 
     def read(self, group: Group) -> dict[str, torch.Tensor]:
-        """What the bytes of a weight mean, by the names that bitsandbytes gives it; nothing of other weights.
+        """Read the tensors that give a weight's bytes their meaning, by bitsandbytes' names; none for other weights.
 
-        A wrapper is there as a whole, as ``WRAPPER``.
+        A wrapper is returned as a whole, under the name ``WRAPPER``.
 
         Memory: host, these tensors.
         """
@@ -147,7 +147,7 @@ class PackedWeights:
 
 
 def said_of(param: Any) -> str:
-    """How a weight of a model is quantised. Args: param: Of bitsandbytes, or any other."""
+    """Describe how a weight of a model is quantised. Args: param: Any parameter, quantised or not."""
     if is_wrapped(param):
         inside = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors_in(param))
         return f"{Wrapping(param)}, of {inside}"

@@ -1,4 +1,4 @@
-"""A model on the meta device, made a quantised one: its weights are quantised as they are read, one by one."""
+"""Making a model on the meta device a quantised one, whose weights are quantised one by one as they are read."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from outcore.planning.units.quantized import FULL_DTYPE, QUANTIZER, is_quantized
 def quantized(model: nn.Module, config: Any) -> nn.Module:
     """Make the linear layers of a model on the meta device quantised ones, as ``from_pretrained`` does.
 
-    With ``prepare(weights=...)`` their weights are then read one by one, and quantised as they are read, unless they
-    are quantised there already.
+    ``prepare(weights=...)`` then reads their weights one by one and quantises each as it is read, unless the checkpoint
+    holds it quantised already.
 
     Args:
-        model: Of Transformers, on the meta device, without adapters; add these afterwards.
-        config: ``BitsAndBytesConfig`` or ``TorchAoConfig``; of a checkpoint that is quantised already, its
+        model: A Transformers model on the meta device, without adapters; add these afterwards.
+        config: ``BitsAndBytesConfig`` or ``TorchAoConfig``; for a checkpoint that is quantised already, its
             ``model.config.quantization_config``.
 
     Returns:
-        The model.
+        The same model.
 
     Raises:
-        ConfigError: The library is not installed, or the model is not on the meta device or not of Transformers.
-        UnsupportedError: A ``TorchAoConfig`` that is more than one way for all linear layers.
+        ConfigError: The library is not installed, ``config`` is no such configuration, or the model is not a
+            Transformers model on the meta device.
+        UnsupportedError: The ``TorchAoConfig`` does not quantise all linear layers in one way.
 
     Memory: none.
     """
@@ -69,7 +70,7 @@ def quantized(model: nn.Module, config: Any) -> nn.Module:
 
 
 def _make_tables() -> None:
-    """Have the code books of bitsandbytes where it can quantise: it keeps them where it wanted them first."""
+    """Create the code books of bitsandbytes on the CPU: it caches them on the device that first needs them."""
     refuse_missing("bitsandbytes", extra="quantized")
     import bitsandbytes
 

@@ -1,4 +1,4 @@
-"""Where a model's tensors hang: every place of every parameter and buffer, by the name that ``state_dict`` gives it."""
+"""Where a model's tensors are: every place of every parameter and buffer, by the name that ``state_dict`` gives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as other tools write them, made rows of ours: ShareGPT conversations, Alpaca instructions, implicit prompts."""
+"""Rows as other tools write them, converted: ShareGPT conversations, Alpaca instructions, implicit prompts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Read(NamedTuple):
     """What became of a row."""
 
     fields: Mapping[str, Any]
-    """By the names that ``records`` knows."""
+    """Values by the names that ``records`` knows."""
     notice: str | None
-    """What is to be told, once."""
+    """What to tell the user, once; None: nothing."""
 
 
 def read_foreign(fields: Mapping[str, Any]) -> Read:
-    """Rename what a row of ShareGPT or Alpaca has; a row of neither comes back as it is."""
+    """Rename the fields of a row of ShareGPT or Alpaca; any other row comes back as it is."""
     renamed = {key: _messages(fields[key]) if key in _LISTS else value for key, value in fields.items()}
     if isinstance(renamed.get("conversations"), list) and renamed.get("messages") is None:
         return Read(_from_conversations(renamed), SHARE_GPT)
@@ -36,10 +36,10 @@ def read_foreign(fields: Mapping[str, Any]) -> Read:
 
 
 def with_prompt(where: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Have the prompt of two answers beside them, as messages if they are.
+    """Put the prompt of two answers beside them, as messages if the answers are messages.
 
     Raises:
-        ConfigError: The answers begin differently, so there is none.
+        ConfigError: The answers begin differently, so there is no prompt.
     """
     prompt, chosen, rejected = (fields.get(key) for key in ("prompt", "chosen", "rejected"))
     if not (chosen and rejected and type(chosen) is type(rejected)):
@@ -61,7 +61,7 @@ def with_prompt(where: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _messages(value: object) -> object:
-    """ShareGPT's messages, or a lone one, with our names."""
+    """Return ShareGPT's messages, or a single one, with outcore's names."""
     if isinstance(value, dict) and _is_foreign(value):
         return [_message(value)]
     if isinstance(value, list) and any(map(_is_foreign, value)):
@@ -79,7 +79,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_conversations(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A conversation is all that was said; before two answers it is their prompt."""
+    """Convert a conversation to messages. With two answers beside it, it is their prompt."""
     rest = {key: value for key, value in fields.items() if key not in ("conversations", "messages", "system")}
     is_judged = rest.get("chosen") is not None and rest.get("rejected") is not None
     said = _instructed(fields.get("system"), fields["conversations"])

@@ -28,14 +28,14 @@ _BATCH_ROWS, _BATCH_BYTES = 1000, 2**22  # what is written at once, and so what 
 
 @dataclass(frozen=True)
 class Data:
-    """What was loaded."""
+    """Data that was loaded."""
 
     rows: datasets.Dataset
     """Columns ``text``, or ``prompt`` and ``completion``, or ``messages``, or ``prompt``, ``chosen`` and ``rejected``;
     of conversations also ``tools`` and ``chat_template_kwargs`` where any row has them. At least one row."""
     kind: Kind
     is_conversational: bool
-    """There are lists of messages in it, so a chat template is needed."""
+    """Whether rows hold lists of messages, so that a chat template is needed."""
     notices: tuple[str, ...]
     """What was renamed and what was left out, to be told once."""
 
@@ -134,7 +134,7 @@ def _hub_records(name: str) -> Iterator[Record]:
 
 @contextmanager
 def _new_folder(name: str, cache: Path) -> Iterator[Path]:
-    """A folder of its own in ``cache``, gone again if anything fails; so is ``cache`` if it was not there."""
+    """Yield a new folder in ``cache``. It is removed if anything fails, as is ``cache`` if it was not there."""
     is_new = not cache.exists()
     try:
         cache.mkdir(exist_ok=True)
@@ -146,7 +146,7 @@ def _new_folder(name: str, cache: Path) -> Iterator[Path]:
             raise
     except BaseException as error:
         if is_new:
-            with suppress(OSError):  # never made, or another's files are in it by now
+            with suppress(OSError):  # it was never made, or other files are in it by now
                 cache.rmdir()
         if isinstance(error, OSError):
             raise ConfigError(

@@ -3,9 +3,10 @@
 What cannot be read raises ConfigError. Its message begins with file and line, so that the caller can say which setting
 named the file.
 
-[Note: not datasets' own readers] Those of ``datasets`` name a row of a block, or no place, for what they cannot read.
-And they take what is wrong without a word: in CSV, 007 becomes 7.0, NA and absent fields become null, and a name that
-stands twice is changed; in JSON, NaN becomes null; a text may hold zero bytes. Parquet is read by ``pyarrow`` in both.
+[Note: not datasets' own readers] For what they cannot read, the readers of ``datasets`` name a row of a block, or no
+place. And they silently accept what is wrong: in CSV, 007 becomes 7.0, NA and absent fields become null, and a name
+that stands twice is changed; in JSON, NaN becomes null; a text may hold zero bytes. Parquet is read by ``pyarrow`` in
+both.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from outcore.core.quantities import format_bytes
 TEXT_ROW_BYTES = 2**16
 """A longer text file becomes several rows, cut at line ends. TRL holds 1000 rows at a time, as lists of tokens."""
 TEXT_LINE_BYTES = 2**20
-"""The most that a line of a text file may have."""
+"""The longest line of a text file."""
 ROW_BYTES = 2**26
-"""The most that a line of any other file may have."""
+"""The longest line of any other file."""
 
 _PARQUET_ROWS, _BUFFER_BYTES = 64, 2**20  # decoded and read at once; without a buffer a whole group of rows is read
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -42,15 +43,15 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
 class _Line(NamedTuple):
     number: int
     offset: int
-    """Bytes before it in the file."""
+    """Bytes before the line in the file."""
     content: bytes
 
 
 def find_files(path: Path) -> list[Path]:
-    """The file, or all files below a directory, in the order of their names.
+    """Return the file, or all files below a directory, in the order of their names.
 
     Raises:
-        ConfigError: There is something else than readable files of the known kinds.
+        ConfigError: There is anything but readable files of the known kinds.
     """
     with _readable(path):
         files = list(_files_at(path, path.stat(), ()))
@@ -65,7 +66,7 @@ def read_records(path: Path) -> Iterator[Record]:
     Of a Parquet file only the columns that training can use are read; the others are null.
 
     Raises:
-        ConfigError: It is not what its name says.
+        ConfigError: The file is not what its name says.
 
     Memory: host, a row; of a Parquet file, a few dozen.
     """
@@ -73,7 +74,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def without_nulls_inside(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of an Arrow table as JSON would have it: Arrow's structures have all keys, and null for the absent."""
+    """Return a row of an Arrow table as JSON would have it: Arrow's structures have all keys, and null if absent."""
     return {name: _without_nulls(value) for name, value in fields.items()}
 
 
@@ -194,11 +195,11 @@ _READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
 }
 
 SUFFIXES = tuple(_READERS)
-"""Of the files that can be read."""
+"""Suffixes of the files that can be read."""
 
 
 def _lines(path: Path, limit_bytes: int) -> Iterator[_Line]:
-    """Lines with their ends, as bytes: the place of what cannot be decoded must be known."""
+    """Yield lines with their ends, as bytes: the place of what cannot be decoded must be known."""
     with _readable(path), path.open("rb") as file:
         offset = _skip_mark(path, file)
         number = 0

@@ -18,7 +18,7 @@ COLUMNS = (
     *("messages", "prompt", "completion", "text", "chosen", "rejected", "tools", "chat_template_kwargs"),
     *("conversations", "system", "instruction", "input", "output"),
 )
-"""All that training can use, under our names and others'."""
+"""All columns that training can use, under outcore's names and those of other tools."""
 
 _KEYS: Mapping[Kind, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -26,11 +26,11 @@ _KEYS: Mapping[Kind, tuple[str, ...]] = {
     "text": ("text",),
     "preferences": ("prompt", "chosen", "rejected"),
 }
-_SHOWN = 20  # names of unused keys; a file of machine-made keys may have any number
+_SHOWN = 20  # names of keys in a message; a file of machine-made keys may have any number
 
 
 class Record(NamedTuple):
-    """What a file says in one place."""
+    """A row as a file has it."""
 
     where: str
     """File and line."""
@@ -43,13 +43,13 @@ class Form(NamedTuple):
 
     kind: Kind
     is_conversational: bool
-    """Its keys hold lists of messages, not strings."""
+    """Whether its keys hold lists of messages, not strings."""
 
     def features(self) -> datasets.Features:
-        """Columns of the data set.
+        """Return the columns of the data set.
 
-        Messages and template arguments are JSON, since rows differ in their keys. So are tools, in a column of strings,
-        which TRL decodes: the other way rounds numbers.
+        Messages and template arguments are JSON, since rows differ in their keys. Tools are JSON, too, but in a column
+        of strings, which TRL decodes: a column like the others would round numbers.
         """
         value = datasets.List(datasets.Json()) if self.is_conversational else datasets.Value("string")
         columns = dict.fromkeys(_KEYS[self.kind], value)
@@ -64,13 +64,13 @@ class Form(NamedTuple):
 
 @final
 class Rows:
-    """Checks records and makes them the rows of one data set."""
+    """Checks records and makes rows of one data set of them."""
 
     def __init__(self, method: Method) -> None:
-        """Start without any.
+        """Start without rows.
 
         Args:
-            method: What they are for.
+            method: What the rows are for.
         """
         self._method = method
         self.first: tuple[str, Form] | None = None
@@ -83,10 +83,10 @@ class Rows:
         self._first_empty = ""
 
     def check(self, record: Record) -> dict[str, Any] | None:
-        """Make a row of a record, as it is stored: conversations as JSON. None: the record is empty.
+        """Return the row of a record as it is stored, with conversations as JSON; None: the record is empty.
 
         Raises:
-            ConfigError: It is not a row, or not one like those before.
+            ConfigError: The record is not a row, or not one like those before.
         """
         record = self._in_our_words(record)
         form = _form_of(record, self._method)
@@ -111,7 +111,7 @@ class Rows:
         return row
 
     def notices(self) -> tuple[str, ...]:
-        """What was renamed, and what was left out."""
+        """Say what was renamed, and what was left out."""
         notices = list(self._converted)
         if self._unused:
             names = list(self._unused)[:_SHOWN]
@@ -188,7 +188,7 @@ def _check_message(where: str, message: object) -> None:
 
 
 def _options(record: Record) -> dict[str, Any]:
-    """Tools and template arguments, as JSON."""
+    """Return tools and template arguments as JSON."""
     tools, arguments = record.fields.get("tools"), record.fields.get("chat_template_kwargs")
     if isinstance(tools, str):
         try:
@@ -210,7 +210,7 @@ def _options(record: Record) -> dict[str, Any]:
 def _json(record: Record, key: str, value: object) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        # It refuses what json accepts: numbers of more than 64 bits, halves of surrogate pairs.
+        # This refuses what json accepts: numbers of more than 64 bits, halves of surrogate pairs.
         datasets.Json().decode_example(text)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{record.where}: expected '{key}' to be JSON, but it is not: {error}") from error
@@ -218,7 +218,7 @@ def _json(record: Record, key: str, value: object) -> str:
 
 
 def type_name(value: object) -> str:
-    """What JSON calls a value's type."""
+    """Return what JSON calls a value's type."""
     names = {
         str: "a string",
         bool: "true or false",

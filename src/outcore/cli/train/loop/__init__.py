@@ -1,1 +1,1 @@
-"""What a run does while it trains: its Trainers, when they save and stop, and what they do with odd steps."""
+"""What a run does while it trains: its Trainers, when they save and stop, and what they do with nonfinite steps."""

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient norm is no finite number: they end the run, or are left out, or are made all the same.
+"""Steps whose loss or gradient norm is not finite: they end the run, or are left out, or are made all the same.
 
 [Note: when it is read] An update must wait for the verdict, so loss and norm are read before it. Where every step is
 logged, a Trainer reads both anyway, after the update: nothing waits twice. With ``go`` nothing is read beforehand.
@@ -23,7 +23,7 @@ class NonFiniteStepError(OutcoreError):
 
 
 class FiniteSteps(OutcoreMixin):
-    """For a Trainer: what becomes of such steps, and what is told of them. JSON gets null in place of nan."""
+    """A mixin for a Trainer: what becomes of such steps, and what is logged of them. JSON gets null in place of nan."""
 
     def __init__(self, *args: Any, on_nonfinite: OnNonfinite = "stop", **kwargs: Any) -> None:
         """Build the Trainer below.
@@ -44,9 +44,9 @@ class FiniteSteps(OutcoreMixin):
         super().__init__(*args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Judge the step: the Trainer comes here between clipping and the update. See [Note: when it is read].
+        """Judge the step: the Trainer calls this between clipping and the update. See [Note: when it is read].
 
-        With fp16 a norm that is not finite is what the scaler looks for: it leaves the update out.
+        With fp16, the gradient scaler looks for norms that are not finite, and leaves such an update out itself.
         """
         norm = super()._get_grad_norm(model, grad_norm)
         self.optimizer.step_was_skipped = False
@@ -104,13 +104,13 @@ class FiniteSteps(OutcoreMixin):
         logs["skipped"] = skipped
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a state that is JSON: before the first finite evaluation the best one is infinite, or none."""
+        """Save a state that is valid JSON: before the first finite evaluation, the best metric is infinite or None."""
         self.state.best_metric = finite(self.state.best_metric)
         super()._save_checkpoint(model, trial)
 
 
 def finite(value: Any) -> Any:
-    """The same with None in place of numbers that are not finite, which JSON does not have."""
+    """Return a value with None in place of numbers that are not finite, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,18 +1,19 @@
 """A run that is told to stop by SIGTERM or SIGUSR1: its step is finished and saved, if there is time for that.
 
 [Note: what a signal does] Before the first step there is nothing to save: the run ends at once. From then on the first
-signal is only noted, and the second ends the run at once. A noted one is obeyed where a step is over (``stoppable``):
-there the state of the model, of random numbers and of the data is that of any other checkpoint. One that comes between
-two steps is obeyed before the next one, except at the beginning of an epoch, where the data has drawn random numbers
-since. An evaluation is given
-up behind its first batch, when its random numbers are drawn. The checkpoint says so, and a run that goes on from it
-makes up for the evaluation first. What can be seen not to fit into the time is not begun: the run ends at once, with
-the last checkpoint. The time begins when the signal comes: Python may notice it only behind a backward pass. Whatever
-else goes wrong, a timer ends the process.
+signal is only noted, and the second ends the run at once. A noted signal is obeyed where a step is over
+(``stoppable``): there the state of the model, of random numbers and of the data is that of any other checkpoint. A
+signal that comes between two steps is obeyed before the next one, except at the beginning of an epoch, where the data
+has drawn random numbers since.
+
+An evaluation is given up after a batch: from the first batch on, its random numbers are drawn. The checkpoint says so,
+and a run that goes on from it makes up for the evaluation first. What can be seen not to fit into the time is not
+begun: the run ends at once, with the last checkpoint. The time begins when the signal comes, although Python may notice
+it only after a backward pass. Whatever else goes wrong, a timer ends the process.
 
 [Note: signals and ranks] A signal comes to all ranks, but not at the same step. So all ask one another where a step is
-over and behind each batch of an evaluation, and stop together if any was told to. What one decides by its own clock
-and alone (there is no time left, a second signal) ends that rank at once, and the others with it.
+over and after each batch of an evaluation, and stop together if any was told to. What one rank decides alone, by its
+own clock (no time is left, a second signal came), ends that rank at once, and the others with it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from outcore.ranks.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STATUS = 128 + signal.SIGTERM
-_TO_CLOSE_S = 1.0  # the most of the time that is kept for giving memory, files and threads back
+_TO_CLOSE_S = 1.0  # the most of the time that is reserved for giving memory, files and threads back
 
 
 class EvaluationStoppedError(Exception):
@@ -45,16 +46,16 @@ class EvaluationStoppedError(Exception):
 
 @final
 class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no types here
-    """Signals to a run, as a callback of its Trainer; as a context manager it handles them.
+    """Obeys signals to a run as a callback of its Trainer. As a context manager it handles them.
 
     See [Note: what a signal does].
     """
 
     def __init__(self, saves: Saves, grace_s: float) -> None:
-        """Handle nothing yet. Args: grace_s: After the first signal; then the process is gone."""
+        """Handle nothing yet. Args: grace_s: Seconds from the first signal until the process is gone."""
         self.saves, self.grace_s = saves, grace_s
         self.owed: Callable[[], None] | None = None
-        """The evaluation to make up for."""
+        """Makes up for an evaluation that was given up; None: there is none."""
         self.stop: Callable[[], None] | None = None
         """Saves and ends the run between two steps."""
         self.is_epoch_over = False
@@ -94,22 +95,26 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         return self._world is not None
 
     def hears(self) -> bool:
-        """Whether the run is to stop on any rank. With several ranks a collective."""
+        """Return whether the run is to stop on any rank. With several ranks a collective."""
         return self.is_asked if self._world is None else any(self._world.all_of(self.is_asked))
 
     def all_late(self, late: str | None) -> str | None:
-        """Why any rank does not begin something. With several ranks a collective. Args: late: Of this rank."""
+        """Return any rank's reason not to begin something, if any. With several ranks a collective.
+
+        Args:
+            late: The reason of this rank; None: it has none.
+        """
         said = [late] if self._world is None else self._world.all_of(late)
         return next((one for one in said if one is not None), None)
 
     def release(self) -> None:
-        """All that was done is saved. Raises: SystemExit: The run was told to stop."""
+        """Let signals end the run at once: all that was done is saved. Raises: SystemExit: It was told to stop."""
         self._is_held = False
         if self.is_asked:
             raise self.exit()
 
     def unless_asked(self, work: Callable[[int], bool], step: int) -> bool:
-        """What work says of a step; False if the run is told to stop meanwhile."""
+        """Return what ``work`` says of a step; False if the run is told to stop meanwhile, which ends the work."""
         self._gives_way = True
         try:
             return not self.is_asked and work(step)
@@ -119,7 +124,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
             self._gives_way = False
 
     def late(self, needs_s: float) -> str | None:
-        """Why something that takes so long is not begun; None: there is time for it."""
+        """Return why something that takes so long is not begun; None: there is time for it."""
         left_s = self._end_s - time.monotonic() if self._end_s is not None else self.grace_s
         if 0 < left_s >= needs_s:
             return None
@@ -130,7 +135,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
 
     @staticmethod
     def exit(note: str | None = None, kind: type[SystemExit] = SystemExit) -> SystemExit:
-        """What ends the run."""
+        """Return the exception that ends the run."""
         stop = kind(STATUS)
         if note is not None:
             stop.add_note(note)
@@ -141,14 +146,14 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Saves are due from now on."""
+        """Begin to time saves: they may be due from now on."""
         self._world = kwargs["optimizer"].engine.access.world
         self.saves.begin()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """An evaluation comes first that the checkpoint's run gave up."""
+        """Make up first for an evaluation that the checkpoint's run gave up."""
         self.is_epoch_over = False
         owed, self.owed = self.owed, None
         if owed is not None:
@@ -157,8 +162,8 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """From now on there is something to lose. Without the time for this step there is nothing to wait for."""
-        is_asked = self.is_asked and self._world is None  # ranks are in different places
+        """Only note signals from now on: there is something to lose. Exit if there is no time for this step."""
+        is_asked = self.is_asked and self._world is None  # several ranks may be in different places
         if is_asked and self.stop is not None and (state.epoch or 0.0) % 1:
             self.stop()
         self._is_held, self._step = True, state.global_step + 1
@@ -167,10 +172,10 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
             raise self.exit(late)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A save may be due.
+        """Ask for a save if one is due.
 
-        Where an evaluation follows at the end of the epoch, the save comes behind it: a run that goes on from a
-        checkpoint which came first would lack the evaluation, and the random numbers that it draws.
+        If an evaluation follows at the end of the epoch, the save comes after it: a run that goes on from a checkpoint
+        made before it would lack the evaluation, and the random numbers that it draws.
         """
         self.saves.end_step(state.global_step)
         is_last = state.global_step >= state.max_steps
@@ -182,7 +187,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Evaluation and saving may follow."""
+        """Ask for the save that was put off until after the epoch's evaluation."""
         self.is_epoch_over = True
         if self._saves_later:
             self._saves_later, control.should_save = False, True
@@ -190,18 +195,18 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """What is written now makes the run whole, and is worth trying however long it takes."""
+        """Predict no more: what is written now makes the run whole, and is worth trying however long it takes."""
         self.saves.end()
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Nobody waits for the rest of an evaluation. Raises: EvaluationStoppedError: The run is to stop."""
+        """Give up the rest of an evaluation, if need be. Raises: EvaluationStoppedError: The run is to stop."""
         if self.hears():
             raise EvaluationStoppedError
 
     def _is_due(self, *, is_last: bool) -> bool:
-        """Ranks have clocks of their own: that of rank 0 counts."""
+        """Return whether a save is due. Ranks have clocks of their own: that of rank 0 counts."""
         is_due = self.saves.is_due(is_last=is_last)
         return is_due if self._world is None or not self.saves.is_timed else self._world.from_first(is_due)
 
@@ -219,7 +224,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         self._ask()
 
     def _soft_left_s(self) -> float:
-        """Until the run is to be over, but for what closes it."""
+        """Return the seconds until the run must be over, except for closing it."""
         end_s = self._end_s if self._end_s is not None else math.inf
         return end_s - min(_TO_CLOSE_S, self.grace_s / 10) - time.monotonic()
 
@@ -233,7 +238,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         for timer in self._timers:
             timer.daemon = True
             timer.start()
-        if late := self.late(self.saves.needs_s()):  # which may write a sample: no longer than the timers allow
+        if late := self.late(self.saves.needs_s()):  # needs_s may write a sample: no longer than the timers allow
             raise self.exit(late)
         if self._gives_way:
             raise _AskedError(STATUS)
@@ -244,13 +249,13 @@ class _AskedError(SystemExit):
 
 
 class _Arrivals:
-    """When signals come: Python's handlers run only where the main thread is back in Python."""
+    """Notes when signals come: Python's handlers run only where the main thread is back in Python."""
 
     last_s: float | None = None
-    """None: none came, or nobody knows yet."""
+    """When the last signal came; None: none came, or it is not noted yet."""
 
     def listen(self) -> None:
-        """Begin."""
+        """Begin to note signals, in a thread."""
         reader, self._writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._writer, False)
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -258,7 +263,7 @@ class _Arrivals:
         self._thread.start()
 
     def listen_no_more(self) -> None:
-        """End."""
+        """End the thread."""
         signal.set_wakeup_fd(self._before)
         os.write(self._writer, b"\0")  # no signal's number; forked children may have the pipe, too
         self._thread.join()
@@ -272,7 +277,7 @@ class _Arrivals:
 
 
 def _listen_no_more() -> None:
-    """In a child that was forked: what it gets is none of its parent's business."""
+    """In a child that was forked, do not report its signals to its parent."""
     with suppress(ValueError):  # not in its main thread
         signal.set_wakeup_fd(-1)
 

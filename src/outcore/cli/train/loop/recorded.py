@@ -1,4 +1,4 @@
-"""Checkpoints that say which run they are of, and resumed runs that follow their own settings."""
+"""Checkpoints that say which run wrote them, and resumed runs that follow their own settings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from outcore.integrations.transformers import OutcoreMixin
 
 
 class RecordedRuns(OutcoreMixin):
-    """For a Trainer."""
+    """A mixin for a Trainer whose checkpoints hold a record of the run."""
 
     record: RunRecord | None = None
-    """Goes into every checkpoint."""
+    """What every checkpoint says of the run; None: nothing."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -24,7 +24,7 @@ class RecordedRuns(OutcoreMixin):
             self.record.save(Path(output_dir))
 
     def _init_training_state(self, max_steps: int, *args: Any) -> Any:
-        """Log, save and evaluate as often as this run says: the Trainer keeps to what the checkpoint's run said."""
+        """Log, save and evaluate as often as this run says: the Trainer would do so as the checkpoint's run said."""
         about_that = logging.getLogger("transformers.trainer_utils")
         before, about_that.disabled = about_that.disabled, True
         try:
@@ -35,9 +35,9 @@ class RecordedRuns(OutcoreMixin):
         return found
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Go on with the schedule of this run, at the place which the checkpoint's has reached.
+        """Go on with the schedule of this run, at the step that the checkpoint's schedule has reached.
 
-        The checkpoint has learning rates of its own: of a schedule that was over, 0.
+        The checkpoint has learning rates of its own, which do not count: those of a finished schedule are 0.
         """
         base_lrs = list(getattr(self.lr_scheduler, "base_lrs", ()))
         super()._load_optimizer_and_scheduler(checkpoint)

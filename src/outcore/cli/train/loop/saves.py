@@ -12,21 +12,21 @@ from pathlib import Path
 from statistics import median
 from typing import final
 
-_LATEST, _MANY = 5, 100  # of so many steps and saves the slowest counts; of so many steps the median
-_WORTH = 0.05  # of the time: what saving may take before another interval is proposed
+_LATEST, _MANY = 5, 100  # steps and saves of which the slowest counts; steps of which the median counts
+_WORTH = 0.05  # the share of time that saving may take before another interval is proposed
 _SAMPLE_BYTES = 2**24
 
 
 @final
 class Saves:
-    """Of a run: measured as they come."""
+    """The saves of a run, measured as they come."""
 
     def __init__(self, *, every_minutes: float | None, first_s: Callable[[], float]) -> None:
-        """Nothing is measured yet.
+        """Measure nothing yet.
 
         Args:
-            every_minutes: Time between two saves, beside those that the Trainer makes; None: no others.
-            first_s: Says how long a save takes at least, when that is asked before one was made.
+            every_minutes: Time between two saves, besides those that the Trainer makes; None: no others.
+            first_s: Returns how long a save takes at least; called if that is asked before one was made.
         """
         self._every_s = math.inf if every_minutes is None else 60 * every_minutes
         self._first_s = first_s
@@ -34,33 +34,33 @@ class Saves:
         self._steps_s: deque[float] = deque(maxlen=_LATEST)
         self._saves_s: deque[float] = deque(maxlen=_LATEST)
         self._plain_s: deque[float] = deque(maxlen=_MANY)
-        """Steps in which nothing was saved."""
+        """Seconds of steps in which nothing was saved."""
         self._step_begun_s: float | None = None
         self._save_begun_s: float | None = None
-        """Of what is under way."""
+        """When the step and the save under way began; None: there is none."""
         self._saving, self._ended = -1, 0
         """The step that is being saved, and the last one that is over."""
         self._is_over = False
         self._num, self._lost_s = 0, 0.0
         self.step: int | None = None
-        """That was saved last."""
+        """The step that was saved last."""
 
     def begin(self) -> None:
-        """Training begins, or goes on with another plan."""
+        """Note that training begins, or goes on with another plan."""
         self._is_over, self._last_s = False, time.monotonic()
         if not self._num:
             self._begun_s = self._last_s
 
     def end(self) -> None:
-        """All steps are made."""
+        """Note that all steps are made."""
         self._is_over = True
 
     def begin_step(self) -> None:
-        """Of the optimizer."""
+        """Note that an optimizer step begins."""
         self._step_begun_s = time.monotonic()
 
     def end_step(self, step: int) -> None:
-        """With its update."""
+        """Note that a step is over, with its update."""
         if self._step_begun_s is not None:
             took_s = time.monotonic() - self._step_begun_s
             self._steps_s.append(took_s)
@@ -71,27 +71,27 @@ class Saves:
         self._step_begun_s, self._ended = None, step
 
     def begin_save(self, step: int) -> None:
-        """Of a step that is over."""
+        """Note that the save of a finished step begins."""
         self._save_begun_s, self._saving = time.monotonic(), step
 
     def end_save(self, *, busy_s: float, held_s: float) -> None:
-        """It is durable. Args: busy_s: What writing took. held_s: Of that, how long training stood still."""
+        """Note that a save is durable. Args: busy_s: What writing took. held_s: Of that, how long training waited."""
         self._save_begun_s, self._last_s, self.step = None, time.monotonic(), self._saving
         self._saves_s.append(busy_s)
         self._num, self._lost_s = self._num + 1, self._lost_s + held_s
 
     @property
     def is_timed(self) -> bool:
-        """Whether time makes a save due."""
+        """Whether saves come due by time."""
         return self._every_s < math.inf
 
     def is_due(self, *, is_last: bool) -> bool:
-        """Whether to save behind this step. Behind the last one in any case, as the Trainer does."""
+        """Return whether a save by time is due after this step. After the last one it is, as it is for the Trainer."""
         is_time = self._save_begun_s is None and time.monotonic() - self._last_s >= self._every_s
         return self.is_timed and (is_last or is_time)
 
     def needs_s(self) -> float:
-        """Until what is under way is saved; 0 where nobody knows, and where all is saved."""
+        """Return the seconds until what is under way is saved; 0 if that is unknown, or if all is saved."""
         if self._is_over:
             return 0.0
         step_s = None if self._step_begun_s is None else _left_s(self._steps_s, self._step_begun_s)
@@ -101,11 +101,11 @@ class Saves:
         return max(save_s, step_s or 0.0) + self.save_needs_s()
 
     def save_needs_s(self) -> float:
-        """Of a whole one."""
+        """Return the seconds of a whole save."""
         return max(self._saves_s) if self._saves_s else self._first_s()
 
     def summary(self) -> dict[str, str]:
-        """What it came to: name -> text. Empty if nothing was saved."""
+        """Return what saving cost: name -> text. Empty if nothing was saved."""
         if not self._num:
             return {}
         lost_s = max(0.0, self._lost_s)
@@ -119,12 +119,12 @@ class Saves:
 
 
 def _left_s(measured_s: Collection[float], begun_s: float) -> float:
-    """Of something that takes as long as the slowest one did."""
+    """Return the seconds left of something that takes as long as the slowest one did."""
     return max(0.0, max(measured_s, default=0.0) - (time.monotonic() - begun_s))
 
 
 def seconds_to_write(folder: Path, nbytes: int) -> float:
-    """The least that writing so much takes there, from a sample; 0 where even that cannot be written."""
+    """Return the least seconds that writing so much takes there, from a sample; 0 if that cannot be written."""
     sample = bytes(min(nbytes, _SAMPLE_BYTES))
     begun_s = time.monotonic()
     try:

@@ -22,13 +22,13 @@ from outcore.runtime.saves import Save
 
 
 class StoppableRuns(RecordedRuns):
-    """For a Trainer."""
+    """A mixin for a Trainer whose runs can be told to stop."""
 
     preemption: Preemption | None = None
-    """None: the run cannot be told to stop."""
+    """What obeys signals to the run; None: it cannot be told to stop."""
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Stop behind this step, if the run is told to. The Trainer comes here behind steps and behind epochs."""
+        """Stop after this step, if the run is told to. The Trainer calls this after steps and after epochs."""
         owes_evaluation = False
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -42,7 +42,7 @@ class StoppableRuns(RecordedRuns):
             self._save_and_stop(self.preemption, owes_evaluation=owes_evaluation, is_last=is_last)
 
     def _save_and_stop(self, preemption: Preemption, *, owes_evaluation: bool, is_last: bool) -> None:
-        """End the run behind a checkpoint of this step, which may be there already."""
+        """End the run after a checkpoint of this step, which may be there already."""
         self._outcore_saves.settle()
         late = None
         if owes_evaluation or preemption.saves.step != self.state.global_step:
@@ -61,7 +61,7 @@ class StoppableRuns(RecordedRuns):
         raise preemption.exit(late)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Lines of steps that are not trained again become durable first."""
+        """Save, after making durable the metrics of steps that are not trained again."""
         self._outcore_saves.before_commit = partial(_sync_metrics, Path(self.args.output_dir, METRICS).absolute())
         if self.preemption is not None:
             self._outcore_saves.settle()
@@ -74,7 +74,7 @@ class StoppableRuns(RecordedRuns):
         super()._outcore_saved(save, state, held_s)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Stop between two steps, too."""
+        """Train. The run can stop between two steps, too."""
         if self.preemption is not None:
             self.preemption.stop = partial(self._save_and_stop, self.preemption, owes_evaluation=False, is_last=False)
         return super().train(*args, **kwargs)
@@ -84,10 +84,10 @@ class StoppableRuns(RecordedRuns):
         record = None if checkpoint is None else RunRecord.load(Path(checkpoint))
         if record is not None and record.owes_evaluation and self.eval_dataset is not None and self.preemption:
             self.preemption.owed = self._make_up_for_evaluation
-            self.args.eval_on_start = False  # it would be of the same step, and not count for the best model
+            self.args.eval_on_start = False  # it would evaluate the same step, and not count for the best model
 
     def evaluate_again(self, checkpoint: Path) -> None:
-        """Make up for the evaluation behind the last step of a run, of which this checkpoint holds all else."""
+        """Make up for the evaluation after the last step of a run, of which this checkpoint holds all else."""
         self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         self._load_from_checkpoint(str(checkpoint))
         self._wrap_model(self.model)
@@ -97,7 +97,7 @@ class StoppableRuns(RecordedRuns):
         self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def _make_up_for_evaluation(self) -> None:
-        """As the Trainer does behind the step of the checkpoint."""
+        """Evaluate as the Trainer does after the step of the checkpoint."""
         metrics = self._evaluate(None, None)
         is_best = self._determine_best_metric(metrics=metrics, trial=None)
         saved = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
@@ -105,10 +105,10 @@ class StoppableRuns(RecordedRuns):
             self.state.best_model_checkpoint = str(saved)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Have workers live as long as the run when a signal goes to all of its processes."""
+        """Let workers live as long as the run when a signal goes to all of its processes."""
         loader = super()._get_dataloader(*args, **kwargs)
         if self.preemption is not None and loader.num_workers:
-            inner = getattr(loader, "base_dataloader", loader)  # Accelerate's stands before it
+            inner = getattr(loader, "base_dataloader", loader)  # Accelerate's loader wraps it
             inner.worker_init_fn = partial(_outlive, math.ceil(self.preemption.grace_s), inner.worker_init_fn)
         return loader
 
@@ -119,7 +119,7 @@ def _sync_metrics(path: Path) -> None:
 
 
 def _outlive(seconds: int, begin: Callable[[int], None] | None, worker: int) -> None:
-    """In a worker of a data loader: whoever reads its batches ends it, or the time does."""
+    """In a worker of a data loader, survive signals until the reader of its batches ends it, or the time does."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, partial(_end_in, max(1, seconds)))
     if begin is not None:

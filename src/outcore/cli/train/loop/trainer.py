@@ -1,4 +1,4 @@
-"""The Trainers behind the commands: TRL's out of core, which also say what truncation costs."""
+"""The Trainers behind the commands: TRL's, training out of core, which also say what truncation costs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _BATCH_ROWS = 1000
 
 
 class _QuietMixin(StoppableRuns, FiniteSteps):
-    """Writes nothing but checkpoints."""
+    """A mixin for a Trainer that writes nothing but checkpoints."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write none: it would say of every model the same."""
+        """Write none: it would say the same of every model."""
 
     def end(self) -> None:
         """Give memory, files and threads back."""
@@ -47,7 +47,7 @@ class SftTrainer(_QuietMixin, SFTTrainer):  # type: ignore[misc]  # the library 
         formatting_func: Any,
         dataset_name: str,
     ) -> datasets.Dataset:
-        """Tokenize and cut in two goes, which TRL allows for, to see in between how long rows are."""
+        """Tokenize and cut in two passes, which TRL allows, to see in between how long rows are."""
         uncut = copy.copy(args)
         uncut.max_length, uncut.shuffle_dataset = None, False
         whole = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)  # noqa: FBT003

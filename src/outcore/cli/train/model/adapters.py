@@ -10,18 +10,18 @@ from torch import nn
 
 
 def lora_config(fields: Mapping[str, Any]) -> Any:
-    """Args: fields: Of ``LoraConfig``."""
+    """Make PEFT's configuration. Args: fields: Fields of ``LoraConfig``."""
     from peft import LoraConfig
 
     return LoraConfig(**fields)
 
 
 def with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
-    """The model that TRL's trainers make of it.
+    """Add adapters to a model, as TRL's trainers do.
 
     Args:
-        model: On the meta device.
-        fields: Of ``LoraConfig``.
+        model: A model on the meta device.
+        fields: Fields of ``LoraConfig``.
     """
     from peft import get_peft_model
 

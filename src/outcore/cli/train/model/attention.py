@@ -18,8 +18,8 @@ def with_attention(name: str, build: Callable[[str], PreTrainedModel]) -> PreTra
     """Build a model with an implementation of attention.
 
     Args:
-        name: Of the implementation.
-        build: Builds a model with one.
+        name: Name of the implementation.
+        build: Builds a model with an implementation.
 
     Raises:
         ConfigError: There is none of that name, it is not installed, or the model cannot run with it here.
@@ -38,7 +38,7 @@ def with_attention(name: str, build: Callable[[str], PreTrainedModel]) -> PreTra
         )
     try:
         model = build(name)
-    except Exception as error:  # whatever a package is missing for
+    except Exception as error:  # a missing package may raise anything
         said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise ConfigError(
             f"--attention '{name}': expected an implementation that is installed and that this model has, but "

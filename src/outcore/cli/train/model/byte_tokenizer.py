@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 END, PAD, TURN = "<|end|>", "<|pad|>", "<|turn|>"
-"""Ends a document or a turn; fills up a batch; begins a turn."""
+"""Tokens that end a document or a turn, fill up a batch, and begin a turn."""
 
 # What an assistant says is between the generation marks, its end included: the loss can be on that alone.
 _CHAT_TEMPLATE = (
@@ -26,7 +26,7 @@ _CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Make one: ids 0 to 255 are the bytes, then come the end, padding and turn tokens."""
+    """Make a byte tokenizer: ids 0 to 255 are the bytes, then come the end, padding and turn tokens."""
     symbols = bytes_to_unicode()
     tokenizer = Tokenizer(models.BPE(vocab={symbols[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

@@ -1,4 +1,4 @@
-"""How a frozen base is quantised, as the command line has it, under the names of Transformers."""
+"""How a frozen base is quantised, as the command line puts it, under the names of Transformers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Kind4bit = Literal["nf4", "fp4"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Of all linear layers but the head, with bitsandbytes or as a checkpoint has them."""
+    """Quantisation of all linear layers but the head, with bitsandbytes or as a checkpoint has them."""
 
     bits: Literal[4, 8]
     kind: Kind4bit = "nf4"
     nested: bool = False
     stored: Mapping[str, Any] | None = None
-    """What the configuration of a checkpoint says that is quantised already."""
+    """What the configuration says of a checkpoint that is quantised already; None: the run quantises it."""
 
     @classmethod
     def stored_as(cls, said: Mapping[str, Any]) -> Self:
-        """That of a checkpoint. Args: said: In its configuration."""
+        """Return the quantisation of a checkpoint. Args: said: What its configuration says of it."""
         kind, nested = said.get("bnb_4bit_quant_type", "fp4"), said.get("bnb_4bit_use_double_quant", False)
         return cls(bits=4 if said.get("load_in_4bit") else 8, kind=kind, nested=bool(nested), stored=said)
 
     def config(self, precision: Precision) -> Any:
-        """For ``outcore.quantized``. Args: precision: Of what is not quantised; layers compute in its dtype."""
+        """Return what ``outcore.quantized`` takes. Args: precision: Of other weights; layers compute in its dtype."""
         if self.stored is not None:
             return self.stored
         import torch
@@ -59,7 +59,7 @@ class Quantization:
 def quantization_of(
     *, in_4bit: bool, in_8bit: bool, has_adapters: bool, kind: Kind4bit = "nf4", nested: bool = False
 ) -> Quantization | None:
-    """What the options ask for; None: nothing is quantised.
+    """Return what the options ask for; None: nothing is quantised.
 
     Raises:
         ConfigError: They exclude one another, there are no adapters to train, or bitsandbytes is not installed.

@@ -22,11 +22,11 @@ class Planned(NamedTuple):
     spec: ModelSpec
     plan: Plan
     predicted: Simulation | None = None
-    """Steps in time, where the largest batch and the machine are known."""
+    """Steps in time, if the largest batch and the machine are known."""
 
     @property
     def num_ranks(self) -> int:
-        """That train together."""
+        """Ranks that train together."""
         return self.spec.units[0].num_ranks
 
     @property
@@ -35,29 +35,30 @@ class Planned(NamedTuple):
         return of_node(tier_bytes(self.spec, self.plan), num_local_ranks())
 
     def untimed(self) -> Planned:
-        """Without steps in time."""
+        """Return the same without steps in time."""
         return self._replace(predicted=None)
 
 
 Planner = Callable[[Budget], Planned]
 Bytes = Mapping[str, int]
-"""By tier."""
+"""Bytes by tier."""
 
 
 def plan_both(budget: Budget, model: Planner, reference: Planner) -> tuple[Planned, Planned]:
     """Share a budget among a model and its reference.
 
     Args:
-        budget: With a number for every tier that is allowed.
-        model: Plans what is trained within a budget.
-        reference: The same for the frozen copy.
+        budget: Has a number for every tier that is allowed.
+        model: Plans the model that is trained, within a budget.
+        reference: Plans the frozen copy, within a budget.
 
     Returns:
-        Model and reference, together within the budget. Of the shares that let both fit it is the first: in proportion
-        to what they need, then no more than the reference must have, then no more than the model must have.
+        Model and reference, together within the budget. Three shares are tried, and the first that lets both fit is
+        taken: in proportion to what they need, then for the reference no more than it must have, then for the model no
+        more than it must have.
 
     Raises:
-        PlanInfeasibleError: None does. ``required_bytes`` is the least of both together.
+        PlanInfeasibleError: No share lets both fit. ``required_bytes`` is the least of both together.
     """
     given = _bytes(budget)
     ours, other = _least(budget, model), _least(budget, reference)
@@ -73,7 +74,7 @@ def plan_both(budget: Budget, model: Planner, reference: Planner) -> tuple[Plann
 
 
 def _least(budget: Budget, planner: Planner) -> Bytes:
-    """The least on the device, then on the host, then on disk, on the tiers that are allowed."""
+    """Return the least bytes needed: least on the device, then on the host, then on disk, where these are allowed."""
     next_to_nothing = {tier: min(1, nbytes) for tier, nbytes in _bytes(budget).items()}
     try:
         return dict(planner(_budget(budget, next_to_nothing)).taken.items())

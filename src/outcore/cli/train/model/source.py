@@ -42,7 +42,7 @@ from outcore.spec.model import Precision
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _COUNTS = re.compile("(layers?|blocks|experts)$")
 _MOST = 10_000  # modules of a kind: more would take minutes and gigabytes to build, before anything is planned
-_CONFIG_BYTES = 2**24  # what is longer is something else
+_CONFIG_BYTES = 2**24  # a longer file is something else
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -73,19 +73,19 @@ class ModelSource:
     folder: Path
     """Where its other files are, a tokenizer's for instance."""
     attention: str | None = None
-    """Transformers' name of an implementation; None: what it takes by itself."""
+    """Transformers' name of an implementation; None: what Transformers takes by itself."""
     quantization: Quantization | None = None
-    """Of linear layers; None: weights stay in full precision."""
+    """Quantisation of linear layers; None: weights stay in full precision."""
 
     def quantised(self, asked: Quantization | None, *, has_adapters: bool) -> ModelSource:
-        """The same model with its linear layers quantised, if they are not already.
+        """Return the same model with its linear layers quantised, if they are not already.
 
         Args:
-            asked: How; None: as they are.
-            has_adapters: Whether adapters are trained on it.
+            asked: How to quantise them; None: they stay as they are.
+            has_adapters: Whether adapters are trained on the model.
 
         Raises:
-            ConfigError: It is quantised already and asked to be, or has nothing to train.
+            ConfigError: It is quantised already and asked to be again, or it is quantised and has nothing to train.
         """
         if self.quantization is None:
             return self if asked is None else dataclasses.replace(self, quantization=asked)
@@ -120,7 +120,7 @@ def find_model(name: str, *, attention: str | None = None) -> ModelSource:
 
 
 def find_shapes(name: str) -> ModelSource:
-    """The same without weights, for planning: from the hub, only the configuration is fetched."""
+    """Find a model without its weights, for planning: from the hub, only the configuration is fetched."""
     return _found(name, (_CONFIG,), None)
 
 
@@ -169,7 +169,7 @@ def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
 
     try:
         model = build()
-    except Exception as error:  # whatever a constructor makes of numbers that do not fit together
+    except Exception as error:  # a constructor may raise anything for numbers that do not fit together
         raise ConfigError(
             f"{where}: expected a configuration that a {source.config.model_type} model can be built from, but "
             f"building it fails: {_one_line(error)}; correct {_CONFIG}"
@@ -197,8 +197,8 @@ def load_tokenizer(
 
     Args:
         source: What ``find_model`` found.
-        eos_token: Ends a document or turn, instead of the tokenizer's own.
-        chat_template: File to take instead of the tokenizer's own.
+        eos_token: Token that ends a document or turn, instead of the tokenizer's own.
+        chat_template: File to take instead of the tokenizer's own template.
 
     Raises:
         ConfigError: It cannot be loaded, has no end-of-text token, or has more tokens than the model; the template
@@ -238,7 +238,7 @@ def load_tokenizer(
 
 
 def _read_template(file: Path) -> str:
-    """A file alone: another model's template would bring tokens of its own, for which the embeddings have no room."""
+    """Read a file, nothing else: another model's template would bring tokens for which the embeddings have no room."""
     if not (file.is_file() and file.suffix in (".jinja", ".j2")):
         raise ConfigError(
             f"chat_template_path: expected a file that ends in .jinja or .j2, but got '{file}'; save the template as "
@@ -251,7 +251,7 @@ def _read_template(file: Path) -> str:
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """As ``from_pretrained`` does with what a model never wants in bf16, such as the biases of its routers."""
+    """Keep in fp32 what a model never wants in bf16, such as biases of its routers, as ``from_pretrained`` does."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns):
@@ -309,7 +309,7 @@ def _load_config(name: str, file: Path, source: str) -> PretrainedConfig:
         )
     try:
         config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a configuration's class makes of values that it does not expect
+    except Exception as error:  # a configuration's class may raise anything for values that it does not expect
         raise ConfigError(
             f"{where}: expected {file.name} to describe a {raw['model_type']} model, but got: {_one_line(error)}; "
             "correct it"
@@ -364,7 +364,7 @@ def _check_config(where: str, raw: dict[str, Any]) -> None:
 
 
 def _counts(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """How many modules a configuration asks for; also one that is nested."""
+    """Yield how many modules a configuration asks for, and those nested in it."""
     for key, value in raw.items():
         if isinstance(value, dict):
             yield from _counts(value)

@@ -1,4 +1,4 @@
-"""What a run is, in numbers, said before it begins."""
+"""What a run is, in numbers, shown before it begins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Length(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Any) -> Self:
-        """Ask a Trainer. Its data loader draws a random number when it is made, which training must not miss."""
+        """Ask a Trainer. Its data loader draws a random number when it is made, which is undone for the training."""
         with torch.random.fork_rng(devices=[]):
             found = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         _, steps_per_epoch, *_, steps = found
@@ -33,7 +33,7 @@ class Length(NamedTuple):
 
 
 def facts_of_model(job: Job) -> dict[str, str]:
-    """Device, parameters, bytes and budgets. Name -> text."""
+    """Return device, parameters, bytes and budgets: name -> text."""
     settings, planned = job.settings, job.model
     on_cpu = settings.training["use_cpu"]
     device = device_name("cpu" if on_cpu else None)
@@ -60,7 +60,7 @@ def facts_of_model(job: Job) -> dict[str, str]:
 
 
 def facts_of_data(content: Content, length: Length, trainer: Any) -> dict[str, str]:
-    """Rows, tokens and steps. Name -> text."""
+    """Return rows, tokens and steps: name -> text."""
     packed = ", packed" if getattr(trainer.args, "packing", False) else ""
     said = {
         "rows": f"{content.rows:,}{packed}, {content.tokens:,} tokens",

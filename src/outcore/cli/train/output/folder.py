@@ -1,7 +1,7 @@
-"""The folder that a run writes to: judged before anything is written, and left as it was if the run cannot begin.
+"""The folder that a run writes to: checked before anything is written, and left as it was if the run cannot begin.
 
 [Note: one run per folder] A run holds a lock on the folder itself (``flock``): no file marks it, and it goes with the
-process, however that ends. Whoever holds it alone writes, and removes what killed runs left.
+process, however that ends. Only the run that holds it exclusively writes, and removes what killed runs left.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from outcore.spec.checkpoint import MANIFEST_NAME
 
 PLAN, METRICS, MODEL, HARDWARE = "plan.json", "metrics.jsonl", "model", "hardware.json"
 SETTINGS = "settings.json"
-"""In a checkpoint: the run that wrote it."""
+"""File in a checkpoint: the record of the run that wrote it."""
 _CACHE = ".outcore-data-"
-_STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint; ours have a manifest, too
+_STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint; outcore's also have a manifest
 _DAMAGED = ".damaged"
 _IS_OURS = re.compile(
     rf"{re.escape(PLAN)}|{re.escape(METRICS)}|{re.escape(HARDWARE)}|{re.escape(_CACHE)}.*|"
@@ -43,7 +43,7 @@ _NOT_OF_A_MODEL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A complete one."""
+    """A complete checkpoint."""
 
     path: Path
     step: int
@@ -51,29 +51,29 @@ class Checkpoint:
 
 @final
 class OutputFolder:
-    """``--out``. Nothing is written before ``opened``; what ``opened`` makes is undone unless the run begins."""
+    """The folder of ``--out``. Nothing is written before ``opened``, whose work is undone unless the run begins."""
 
     def __init__(self, path: Path, *, resume: bool | Literal["auto"]) -> None:
-        """Look.
+        """Check the folder, and look for checkpoints.
 
         Args:
-            path: May be missing.
-            resume: Whether to go on with what is there; else it must be empty. ``auto``: where a run was stopped before
-                it saved anything, begin anew.
+            path: The folder, which may be missing.
+            resume: Whether to go on with what is there; else it must be empty. ``auto``: begin anew where a run was
+                stopped before it saved anything.
 
         Raises:
-            ConfigError: It cannot be written to; another run writes to it; it holds something; or nothing to resume
-                from.
+            ConfigError: The folder cannot be written to; another run writes to it; it is not empty; or ``resume`` finds
+                nothing to resume from.
         """
         self.path, self._resume = path, resume
         self.checkpoint: Checkpoint | None = None
-        """The newest complete one, where there is one and the run resumes. None: it begins at step 0."""
+        """The newest complete checkpoint, if the run resumes from one. None: it begins at step 0."""
         self.incomplete: list[Path] = []
-        """Newer ones that a run was interrupted in."""
+        """Newer checkpoints, which a run was interrupted in writing."""
         self.damaged: dict[Path, str] = {}
-        """Newer ones that are not as they were saved, and what is wrong with them."""
+        """Newer checkpoints that are not as they were saved, and what is wrong with them."""
         self.has_begun = False
-        """Whether the run has; what is written stays then."""
+        """Whether the run has begun. What is written stays then."""
         _refuse_unusable(path)
         if path.is_dir():
             with _locked(path, fcntl.LOCK_SH):
@@ -96,7 +96,7 @@ class OutputFolder:
             )
 
     def _begin_anew(self, names: Sequence[str]) -> None:
-        """Nothing is there to go on from. Raise unless that may be, and no more is lost than a run's first steps."""
+        """Allow a run to begin at step 0. Raise unless ``resume`` permits it and only a run's first steps are lost."""
         where = f"--resume: expected a complete checkpoint in '{self.path}', but"
         for why in self.damaged.values():
             raise ConfigError(f"{where} there is none that is as it was saved: {why}")
@@ -132,13 +132,13 @@ class OutputFolder:
 
     @contextmanager
     def opened(self) -> Iterator[Path]:
-        """Make the folder, and keep others from writing to it. See [Note: one run per folder].
+        """Make the folder, and keep other runs from writing to it. See [Note: one run per folder].
 
         Yields:
             A folder in it for what the run needs only while it runs; removed at the end.
 
         Raises:
-            ConfigError: It cannot be made or written to; another run writes to it, or has meanwhile.
+            ConfigError: It cannot be made or written to; another run writes to it, or has written to it meanwhile.
         """
         made = [p for p in (self.path, *self.path.parents) if not os.path.exists(p)]
         try:
@@ -161,7 +161,7 @@ class OutputFolder:
                     _remove(made)
 
     def begin(self) -> None:
-        """From now on what is written stays: the run has begun. What a killed one left half-done is removed."""
+        """Begin the run: what is written from now on stays. What a killed run left half-done is removed."""
         self.has_begun = True
         clear_away(self.path)
         for path in (*self.incomplete, *self._stale):
@@ -173,14 +173,14 @@ class OutputFolder:
         self.incomplete, self._stale, self.damaged = [], [], {}
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint that is there now."""
+        """Return the newest complete checkpoint that is there now."""
         return _newest(self.path, _refuse_cut)[0]
 
     def model_of(self, checkpoint: Checkpoint, *, best: bool) -> None:
-        """Have in ``model/`` what the last checkpoint holds of the model, unless what is there was saved after it.
+        """Copy the model from the last checkpoint to ``model/``, unless what is there was saved after it.
 
         Args:
-            checkpoint: The last one; what only training needs is left out.
+            checkpoint: The last checkpoint; what only training needs is left out.
             best: Take the best checkpoint instead, as the last one names it.
         """
         model, state = self.path / MODEL, checkpoint.path / _STATE
@@ -193,7 +193,7 @@ class OutputFolder:
 
     @contextmanager
     def new_model(self) -> Iterator[Path]:
-        """A folder that becomes ``model/`` when the block ends without an error, in place of an older one.
+        """Yield a folder that becomes ``model/`` when the block ends without an error, in place of an older one.
 
         Raises:
             ConfigError: It cannot be made.
@@ -221,14 +221,14 @@ def _refuse_unusable(path: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, kind: int) -> Iterator[None]:
-    """Hold a lock on a folder. Drives that know none, such as NFS, are used without."""
+    """Hold a lock on a folder. File systems without locks, such as NFS, are used without one."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise _unwritable(path, error) from error
     try:
         is_free = _lock(folder, kind)
-        # Another run that could not begin may just have removed it.
+        # Another run that could not begin may just have removed the folder.
         if not is_free or not (path.exists() and os.path.samestat(path.stat(), os.fstat(folder))):
             raise ConfigError(
                 f"--out: expected a folder that no other run writes to, but one that still runs has '{path}'; wait for "
@@ -257,23 +257,23 @@ def _unwritable(path: Path, error: OSError | None) -> ConfigError:
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or the nearest above it that exists."""
+    """Return the folder itself, or the nearest above it that exists."""
     path = path.absolute()
     return next(p for p in (path, *path.parents) if os.path.exists(p))
 
 
 def _remove(made: list[Path]) -> None:
-    """Undo folders that were made, the innermost first, while they are empty."""
+    """Remove folders that were made, the innermost first, as long as they are empty."""
     for path in made:
         try:
             path.rmdir()
         except OSError:
-            if os.path.exists(path):  # somebody else has put something there
+            if os.path.exists(path):  # another program has put something there
                 return
 
 
 def _newest(path: Path, refuse: Callable[[Path], None]) -> tuple[Checkpoint | None, list[Path], dict[Path, str]]:
-    """The newest complete checkpoint, and after it the incomplete ones, oldest first, and the damaged ones."""
+    """Return the newest complete checkpoint, and of newer ones the incomplete, oldest first, and the damaged."""
     incomplete: list[Path] = []
     damaged: dict[Path, str] = {}
     newest: Checkpoint | None = None
@@ -294,7 +294,7 @@ def _newest(path: Path, refuse: Callable[[Path], None]) -> tuple[Checkpoint | No
 
 
 def _refuse_cut(folder: Path) -> None:
-    """Look at names and sizes alone."""
+    """Raise if a checkpoint is not whole, as far as names and sizes tell."""
     read_manifest(folder, check=False)
 
 
@@ -303,7 +303,7 @@ def _is_complete(folder: Path) -> bool:
         return isinstance(json.loads((folder / _STATE).read_text()), dict)
     except (FileNotFoundError, ValueError):
         return False
-    except OSError as error:  # nobody knows what it is: it must not be taken for half-done and removed
+    except OSError as error:  # it may be complete: it must not be taken for half-done and removed
         raise ConfigError(
             f"--out: expected to read '{folder / _STATE}', but got: {error}; make it readable, or move it away"
         ) from error

@@ -1,4 +1,4 @@
-"""What libraries have to say, said once, in one line each."""
+"""Messages of libraries, shown once, in one line each."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any, final
 from outcore.cli.terminal import say
 
 LIBRARIES = ("transformers", "trl", "datasets", "accelerate", "peft", "huggingface_hub")
-_TALKATIVE = "bitsandbytes"  # of kernels that are not installed, and of casts that it makes
+_TALKATIVE = "bitsandbytes"  # it warns of kernels that are not installed, and of casts that it makes
 _LONGEST = 400  # characters of a notice; some libraries write pages
 
 
 @contextmanager
 def notices(*, are_shown: bool = True) -> Iterator[None]:
-    """Show warnings and the libraries' log lines as notices on standard error; as they were afterwards.
+    """Show warnings and the libraries' log lines as notices on standard error, while the block runs.
 
-    Args: are_shown: Else they go nowhere.
+    Args: are_shown: False: drop them.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -32,7 +32,7 @@ def notices(*, are_shown: bool = True) -> Iterator[None]:
     before = [(log, log.level, log.handlers, log.propagate) for log in (*loggers, talkative)]
     talkative.setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        warnings.simplefilter("always")  # the handler knows what was said
+        warnings.simplefilter("always")  # the handler drops what was said already
         warnings.simplefilter("ignore", DeprecationWarning)  # meant for the authors of libraries
         warnings.showwarning = handler.warn
         for log in loggers:
@@ -62,7 +62,7 @@ class _Once(logging.Handler):
         self._say(record.getMessage())
 
     def warn(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        """In place of ``warnings.showwarning``."""
+        """Take the place of ``warnings.showwarning``."""
         self._say(str(message))
 
     def _say(self, text: str) -> None:
@@ -74,7 +74,7 @@ class _Once(logging.Handler):
 
 
 def _fitting(text: str) -> str:
-    """On a terminal, broken between words; elsewhere one line."""
+    """Break a text between words on a terminal; elsewhere it stays one line."""
     if not sys.stderr.isatty():
         return text
     columns = shutil.get_terminal_size().columns

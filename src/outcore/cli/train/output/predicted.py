@@ -1,4 +1,4 @@
-"""What was predicted of steps, beside what they took: in every line, on the bar, and in one sentence at the end."""
+"""Predicted times of steps beside measured ones: in every line, on the bar, and in one sentence at the end."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any, NamedTuple, Self, final
 from outcore.planning.timing.simulate import Simulation
 from outcore.spec.timeline import COMPUTE
 
-_WARM_UP = 2  # steps that choose kernels and learn what follows on what
+_WARM_UP = 2  # steps in which kernels are chosen and the order of visits is learned
 _OFF, _FOR = 0.2, 20
 
 
 class PredictedStep(NamedTuple):
-    """Seconds of a step."""
+    """Predicted seconds of a step."""
 
     step_s: float
     compute_s: float
     exposed_s: Mapping[str, float]
-    """Lane -> seconds that compute waits for it."""
+    """Lane -> seconds that compute waits for the lane."""
 
     @classmethod
     def of(cls, simulation: Simulation) -> Self:
-        """The mean of the steps that were simulated."""
+        """Return the mean of the simulated steps."""
         timeline, step_s, steps = simulation.timeline, simulation.step_s, simulation.num_steps
         exposed_s = {lane: s / steps for lane, s in timeline.exposed_s().items() if lane != COMPUTE}
         return cls(step_s, timeline.busy_s()[COMPUTE] / steps, exposed_s)
 
     def facts(self) -> dict[str, Any]:
-        """What a line of metrics says of it."""
+        """Return the prediction's part of a line of metrics."""
         return {
             "predicted_step_s": self.step_s,
             "predicted_compute_s": self.compute_s,
@@ -39,28 +39,28 @@ class PredictedStep(NamedTuple):
 
 @final
 class Comparison:
-    """Steps as they were predicted, if they were, and as they came."""
+    """Compares steps with their prediction, if there is one."""
 
     def __init__(self, predicted: PredictedStep | None) -> None:
-        """Args: predicted: None: nothing is known."""
+        """Args: predicted: The prediction; None: there is none."""
         self._predicted = predicted
         self._took_s: list[float] = []
         self._off: list[Mapping[str, Any]] = []
         self._is_said = False
 
     def facts(self) -> dict[str, Any]:
-        """For a line of metrics."""
+        """Return the prediction's part of a line of metrics."""
         return {"predicted_step_s": None} if self._predicted is None else self._predicted.facts()
 
     def ratio(self, step_s: float) -> float | None:
-        """What was measured over what was predicted."""
+        """Return a measured time over the predicted one; None without a prediction."""
         return None if self._predicted is None or not self._predicted.step_s else step_s / self._predicted.step_s
 
     def add(self, lap: Mapping[str, Any], steps: int) -> str | None:
         """Count the steps of a line of metrics.
 
         Returns:
-            What was predicted wrongly, once, when steps have been far off for long enough.
+            A sentence on what was predicted wrongly, once, when steps have been far off for long enough; else None.
         """
         ratio = self.ratio(lap["step_s"])
         if ratio is None:
@@ -75,11 +75,11 @@ class Comparison:
 
     @property
     def is_off(self) -> bool:
-        """Whether that was said."""
+        """Whether ``add`` has returned that sentence."""
         return self._is_said
 
     def closing(self) -> dict[str, str]:
-        """One sentence for the end of a run."""
+        """Return one sentence for the end of a run; empty without a prediction."""
         took_s = self._took_s[_WARM_UP:] or self._took_s
         if self._predicted is None or not took_s:
             return {}

@@ -1,8 +1,8 @@
-"""What a checkpoint knows of the run that wrote it, so that a resumed run uses, refuses or says every difference.
+"""A checkpoint's record of the run that wrote it, so that a resumed run uses and reports, or refuses, each difference.
 
-[Note: what may change] What a run costs, where it runs and what it tells may change freely (``_FREE``). So may its
-length and its learning rates (``_FROM_HERE``): the schedule is then that of the new settings, at the place which the
-run has reached. Anything else would make it another run, and is refused, also a setting that is not named here.
+[Note: what may change] What a run costs, where it runs and what it reports may change freely (``_FREE``). So may its
+length and its learning rates (``_FROM_HERE``): the schedule is then that of the new settings, at the step that the run
+has reached. Any other change would make it another run and is refused, also that of a setting that is not named here.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _FREE = {
     *("dataloader_prefetch_factor", "disable_tqdm", "skip_memory_metrics", "torch_empty_cache_steps"),
     *("prediction_loss_only", "batch_eval_metrics", "activation_checkpointing", "activation_checkpointing_kwargs"),
     *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-    "chat_template_path",  # the rows as tokens are compared
+    "chat_template_path",  # rows are compared as tokens
 }
 _FREE_BEGINNINGS = ("eval_", "logging_", "log_", "trackio_", "include_")
 _SCHEDULE = {"learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"}
 _FROM_HERE = {*_SCHEDULE, "max_grad_norm"}
-_BY_MEASURES = ("reduce_lr_on_plateau", "greedy")  # schedules that no formula brings to the same place
-_LENGTHS = ("max_steps", "num_train_epochs")  # what they come to is compared, in steps
+_BY_MEASURES = ("reduce_lr_on_plateau", "greedy")  # schedules that no formula brings to the run's place
+_LENGTHS = ("max_steps", "num_train_epochs")  # the steps that they come to are compared
 _PACKING = ("packing", "packing_strategy")  # follow from the data where they are not given
 _OF_TRL = ("max_grad_norm", "optim", "packing", "seed", "report_to")
 _WITH_FLAGS = (*_OF_TRL, *(field.name for field in dataclasses.fields(Own)))
@@ -59,7 +59,7 @@ _BATCH_ROWS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """Rows as a Trainer gets them."""
+    """What is recorded of the rows that a Trainer gets."""
 
     name: str
     rows: int
@@ -68,7 +68,7 @@ class Content:
 
     @classmethod
     def of(cls, name: str, rows: datasets.Dataset) -> Self:
-        """Look at every token. What is computed from them and stands beside them does not count.
+        """Read every token. Columns beside the tokens that are computed from them do not count.
 
         Memory: host, a thousand rows.
         """
@@ -104,23 +104,23 @@ def _parts(column: pyarrow.ChunkedArray) -> Iterator[bytes]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run, as far as another one can go on with it."""
+    """What a run must know of another one to go on with it."""
 
     settings: Mapping[str, Any]
-    """As JSON holds them; ``packing`` and what belongs to it only where the data is known."""
+    """Settings as JSON holds them; ``packing`` and what belongs to it only if the data is known."""
     model: str
-    """Of its configuration and weights."""
+    """Digest of the model's configuration and weights."""
     data: Content | None = None
     steps: int | None = None
     owes_evaluation: bool = False
-    """The one behind the checkpoint's step was given up, and is to be made up for."""
+    """Whether the evaluation after the checkpoint's step was given up, and is to be made up for."""
 
     @classmethod
     def of(cls, settings: Settings, source: ModelSource) -> Self:
-        """What is known before the data is read."""
+        """Record what is known before the data is read."""
         values = dict(defaults(settings.method))
         values |= settings.training
-        values["gradient_accumulation_steps"] *= num_ranks()  # what one rank does more, another need not do
+        values["gradient_accumulation_steps"] *= num_ranks()  # fewer ranks may accumulate more
         for name in ("output_dir", *_LENGTHS, *_PACKING, *(n for n in values if n in SHORT_NAMES)):
             values.pop(name, None)
         own = {
@@ -138,13 +138,13 @@ class RunRecord:
         return cls(settings=_as_json(values), model=_digest(source))
 
     def with_data(self, name: str, rows: datasets.Dataset, args: Any, steps: int) -> Self:
-        """The whole of it.
+        """Return the whole record.
 
         Args:
-            name: Of the data, as it was given.
-            rows: As the Trainer has them.
-            args: The Trainer's.
-            steps: Of the whole run.
+            name: Name of the data, as it was given.
+            rows: Rows as the Trainer has them.
+            args: The Trainer's arguments.
+            steps: Steps of the whole run.
         """
         packing = {key: getattr(args, key) for key in _PACKING if hasattr(args, key)}
         return dataclasses.replace(
@@ -160,7 +160,7 @@ class RunRecord:
         """Read what ``save`` wrote; None: another program wrote the checkpoint.
 
         Raises:
-            ConfigError: It is damaged.
+            ConfigError: The record is damaged.
         """
         path = folder / SETTINGS
         try:
@@ -178,11 +178,11 @@ class RunRecord:
         """Say what differs and is used: name -> text. What is not known yet is not compared.
 
         Args:
-            before: Of the checkpoint.
+            before: The checkpoint's record.
             where: The checkpoint.
 
         Raises:
-            ConfigError: Something differs that would make it another run. All of it is named.
+            ConfigError: A difference would make it another run: another model, settings (all are named) or data.
         """
         self._refuse_another_model(before, where)
         found = self._differing(before)
@@ -201,14 +201,14 @@ class RunRecord:
         return said | self._changes_of_data(before, where)
 
     def _differing(self, before: RunRecord) -> dict[str, tuple[Any, Any]]:
-        """Setting -> what it was and is."""
+        """Return, by setting, what it was and what it is."""
         keys = (self.settings.keys() | before.settings.keys()) - {"model", *(() if self.data else _PACKING)}
         values = {key: (before.settings.get(key), self.settings.get(key)) for key in sorted(keys)}
         return {key: (old, new) for key, (old, new) in values.items() if old != new}
 
     def _refuse_another_model(self, before: RunRecord, where: Path) -> None:
         if self.model != before.model:
-            old, new = (f"'{record.settings.get('model')}'" for record in (before, self))  # whole: a path is copied
+            old, new = (f"'{record.settings.get('model')}'" for record in (before, self))  # in full: a path is copied
             other = "another configuration or other weights" if old == new else f"not {old}"
             raise ConfigError(
                 f"--resume: expected the model of '{where}', but --model {new} is another one ({other}); name the one "

@@ -1,4 +1,4 @@
-"""What is told of a run while it goes: on the terminal and, a line a step, in ``metrics.jsonl``."""
+"""Reports on a run while it goes: on the terminal and, a line a step, in ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from outcore.runtime.module.timing import timing
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.plan import Tier
 
-# Of what a Trainer logs: renamed, counted over the whole run, or there per lane.
+# Names in a Trainer's logs whose values are written otherwise: renamed, not counted over the whole run, or per lane.
 _ELSEWHERE = ("learning_rate", "num_tokens", "moved_bytes", "exposed_s", "epoch")
 
 
 class Expected(NamedTuple):
-    """What a plan comes to."""
+    """What a plan is expected to take."""
 
     peak_bytes: Mapping[Tier, int]
-    """What the run takes on each tier; activations come on top."""
+    """Bytes that the run takes on each tier; activations come on top."""
     comparison: Comparison
-    """Of its steps with those that come."""
+    """Compares the predicted steps with those that come."""
 
 
 @final
@@ -53,15 +53,15 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         planned: Expected,
         replan: Callable[[int], bool] | None = None,
     ) -> None:
-        """Remember where to.
+        """Report nothing yet.
 
         Args:
             console: A terminal gets a bar, anything else plain lines.
             output: Begun when training begins; gets ``plan.json`` and ``metrics.jsonl``.
             trace: Gets a timeline of a few steps.
-            planned: Of the run.
-            replan: Asked once, with a step, when steps take longer or shorter than predicted: whether to stop there
-                behind a checkpoint.
+            planned: What the run's plan is expected to take.
+            replan: Called once, with a step, when steps take longer or shorter than predicted. Returns whether to stop
+                there, after a checkpoint.
         """
         self._console, self._output, self._trace = console, output, trace
         self._closing = ExitStack()
@@ -78,7 +78,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._trained = (0, 0, 0.0)  # steps, tokens and seconds of this run
 
     def expect(self, planned: Expected) -> None:
-        """Steps that follow are those of this plan."""
+        """Set what is expected of the steps that follow."""
         self._planned = planned
 
     def __enter__(self) -> Self:
@@ -90,8 +90,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Everything is ready: from now on the run leaves something behind."""
-        self._closing.close()  # of what began with another plan and failed
+        """Open the files and the bar: from now on what the run writes stays."""
+        self._closing.close()  # what an attempt with another plan opened before it failed
         self._optimizer = kwargs["optimizer"]
         if not self._output.has_begun:
             self._begun_s = time.perf_counter()
@@ -114,12 +114,12 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """It may be one to record."""
+        """Begin to record if this is the first step to trace."""
         if self._tracer is not None:
             self._tracer.begin_step(state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """It may be recorded; another plan, evaluation and saving may follow."""
+        """Pause the meter for what may follow: another plan, evaluation, saving, or writing the trace."""
         self._stop_for_another_plan(state, control)
         self._pause_before(control)
         if self._tracer is not None and self._tracer.is_last(state.global_step):
@@ -130,7 +130,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Evaluation and saving may follow, unless the run stops for another plan: that is no end of an epoch."""
+        """Pause for evaluation and saving. A run that stops for another plan does neither: no epoch ends there."""
         if control.should_training_stop and state.global_step < state.max_steps:
             control.should_evaluate = control.should_save = False
         self._pause_before(control)
@@ -143,7 +143,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         logs: Mapping[str, Any],
         **kwargs: Any,
     ) -> None:
-        """Training logs what a step did, then perhaps an evaluation; at the end a summary, which we leave out."""
+        """Write what a step did or an evaluation measured. The Trainer's summary at the end is left out."""
         line = {"step": state.global_step, "epoch": state.epoch}
         if "loss" in logs:
             now = (state.global_step, int(logs["num_tokens"]))
@@ -173,7 +173,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             self._console.print(f"step {state.global_step}: {said}", soft_wrap=True)
 
     def _stop_for_another_plan(self, state: TrainerState, control: TrainerControl) -> None:
-        """Behind a checkpoint of this step, if there is a better plan. Not where an epoch ends, nor between logs."""
+        """Stop after a checkpoint of this step if there is a better plan. Not where an epoch ends, nor between logs."""
         is_end = state.global_step == state.max_steps or state.epoch == int(state.epoch)
         if self._replan is None or is_end or not (self._planned.comparison.is_off and control.should_log):
             return
@@ -184,21 +184,21 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._meter.go_on()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """That was no training."""
+        """Let the meter go on: evaluation was no training."""
         self._meter.go_on()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """That was no training."""
+        """Let the meter go on: saving was no training."""
         self._meter.go_on()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The bar stays as it is."""
+        """Close the files. The bar stays as it is."""
         self._closing.close()
 
     def summary(self) -> dict[str, str]:
-        """What the run was: name -> text."""
+        """Return what the run was: name -> text."""
         took = timedelta(seconds=round(time.perf_counter() - self._begun_s))
         planned = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in self._planned.peak_bytes.items() if n)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -218,7 +218,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._summary = {"final loss": f"{loss:.4f}", "speed": speed}
 
     def _owes_evaluation(self, step: int) -> bool:
-        """Whether the one behind this step is made now, perhaps again: a run that had made up for it was killed."""
+        """Return whether the evaluation after this step is made now, again if a run that made up for it was killed."""
         resumed = self._output.checkpoint
         record = RunRecord.load(resumed.path) if resumed is not None and resumed.step == step else None
         return record is not None and record.owes_evaluation
@@ -233,14 +233,14 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
 
 
 def keep_until(metrics: Path, step: int, *, is_evaluated: bool = True) -> None:
-    """Drop the lines of steps after ``step``, which will be trained again, and what was cut off while it was written.
+    """Drop the lines of steps after ``step``, which will be trained again, and a line that was cut off in writing.
 
-    The file is replaced at once.
+    The file is replaced atomically.
 
     Args:
-        metrics: May be missing.
-        step: The last one that is not trained again.
-        is_evaluated: Whether an evaluation behind it stays, too.
+        metrics: The file, which may be missing.
+        step: The last step that is not trained again.
+        is_evaluated: Whether the line of an evaluation after that step stays, too.
     """
     lines = _lines_of(metrics)
     kept = [line for line in lines if _place_of(line) <= (step, is_evaluated)]
@@ -252,7 +252,7 @@ def keep_until(metrics: Path, step: int, *, is_evaluated: bool = True) -> None:
 
 
 def is_evaluated(metrics: Path, step: int) -> bool:
-    """Whether the line of an evaluation behind ``step`` is there."""
+    """Return whether the line of an evaluation after ``step`` is there."""
     return (step, True) in map(_place_of, _lines_of(metrics))
 
 
@@ -261,7 +261,7 @@ def _lines_of(metrics: Path) -> list[str]:
 
 
 def _place_of(line: str) -> tuple[float, bool]:
-    """Its step, and whether it is of an evaluation, which comes behind."""
+    """Return a line's step, and whether it is an evaluation's, which comes after the step's. Broken lines come last."""
     try:
         found = json.loads(line)
         return (float(found["step"]), "loss" not in found) if line.endswith("\n") else (math.inf, True)
@@ -271,25 +271,25 @@ def _place_of(line: str) -> tuple[float, bool]:
 
 @final
 class _Meter:
-    """What the steps since the last line took, without what ran between them."""
+    """Measures the steps since the last line, without what ran between them."""
 
     def __init__(self, optimizer: StreamedOptimizer) -> None:
         self._optimizer, self._device = optimizer, optimizer.engine.device
         self._begun = self._stopped = self._read()
 
     def stop(self) -> None:
-        """Training pauses. Waits for what the device was given: it belongs to the steps before."""
+        """Pause. Waits for what the device was given, which belongs to the steps before."""
         self._device.wait("steps over", self._device.mark("steps are over"))
         self._stopped = self._read()
 
     def go_on(self) -> None:
-        """What happened since ``stop`` was no training."""
+        """Go on, without counting what happened since ``stop``: that was no training."""
         now = self._read()
         self._begun = {key: count + now[key] - self._stopped[key] for key, count in self._begun.items()}
         self._stopped = now
 
     def lap(self, *, steps: int, tokens: int) -> dict[str, Any]:
-        """What happened since the last lap, per step."""
+        """Return what happened since the last lap, per step."""
         now = self._read()
         per_step = {key: (count - self._begun[key]) / steps for key, count in now.items()}
         self._begun = self._stopped = now
@@ -304,7 +304,7 @@ class _Meter:
         }
 
     def _read(self) -> dict[tuple[str, str], float]:
-        """All counters: (what, lane) -> how far it has come."""
+        """Read all counters: (what, lane) -> its value."""
         found: dict[tuple[str, str], float] = {("step_s", ""): time.perf_counter()}
         found["phases_s", ""] = self._device.recorder.phases_s()
         found |= {("moved_bytes", lane): count for lane, count in self._optimizer.traffic().items()}

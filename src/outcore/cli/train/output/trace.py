@@ -17,7 +17,7 @@ from outcore.device.recorder import Recorder
 from outcore.spec.timeline import TRACE_BEGINNING, Timeline
 
 TRACED_STEPS = 3
-WARM_UP_STEPS = 2  # in the first ones memory is touched and kernels are chosen for the first time
+WARM_UP_STEPS = 2  # in the first steps, memory is touched and kernels are chosen for the first time
 _IS_OURS = re.compile(
     rf"{re.escape(PLAN)}|{re.escape(HARDWARE)}|{re.escape(METRICS)}.*|\.?{re.escape(MODEL)}.*|checkpoint-\d+"
 )
@@ -25,14 +25,14 @@ _IS_OURS = re.compile(
 
 @final
 class TraceFile:
-    """``--trace``. Nothing is written before ``write``."""
+    """The file of ``--trace``. Nothing is written before ``write``."""
 
     def __init__(self, path: Path, *, out: Path) -> None:
-        """Look.
+        """Check the path.
 
         Args:
-            path: May be missing; a trace that is there is replaced.
-            out: The run's output folder, which may hold it and need not be there yet.
+            path: The file. It may be missing; a trace that is there is replaced.
+            out: The run's output folder, which may hold the file and need not be there yet.
 
         Raises:
             ConfigError: It cannot be written to, or would replace something else.
@@ -45,7 +45,7 @@ class TraceFile:
                 os.lstat(self._target)  # the name may be too long
             _refuse_other(path, self._target)
             _refuse_unusable(path, self._target.parent, out)
-        except (OSError, RuntimeError) as error:  # of the drive; a circle of links
+        except (OSError, RuntimeError) as error:  # errors of the drive; links in a circle
             raise _unwritable(path, error) from error
         if self._target == out or (
             out in self._target.parents and _IS_OURS.fullmatch(self._target.relative_to(out).parts[0])
@@ -55,14 +55,14 @@ class TraceFile:
             )
 
     def write(self, timeline: Timeline) -> None:
-        """Write a timeline, at once. If that fails it is only said: no run is lost over it."""
+        """Write a timeline, atomically. If that fails there is only a warning: no run is lost over it."""
         try:
             self._replace(timeline.to_trace())
         except OSError as error:
             warnings.warn(f"--trace: '{self.path}' could not be written: {error.strerror}", stacklevel=1)
 
     def _replace(self, trace: str) -> None:
-        # Of a name that nothing has, in the same folder.
+        # Written under a name that nothing else has, in the same folder, then moved.
         with tempfile.TemporaryDirectory(prefix=".trace-", dir=self._target.parent) as folder:
             partial = Path(folder) / self._target.name
             partial.write_text(trace)
@@ -77,34 +77,34 @@ class StepTracer:
         """Record nothing yet.
 
         Args:
-            file: Where to.
-            recorder: Of the run's device.
+            file: Where the timeline is written.
+            recorder: The recorder of the run's device.
             done: Steps that an earlier run did.
-            steps: Of the whole run.
+            steps: Steps of the whole run.
         """
         self._file, self._recorder = file, recorder
         self._first = done + 1 + max(0, min(WARM_UP_STEPS, steps - done - TRACED_STEPS))
         self._last = self._first + TRACED_STEPS - 1
 
     def begin_step(self, step: int) -> None:
-        """A step, counted from 1, begins."""
+        """Begin a step, counted from 1."""
         if step == self._first:
             self._recorder.start(num_steps=TRACED_STEPS)
 
     def is_last(self, step: int) -> bool:
-        """Whether no later step is recorded."""
+        """Return whether a step is the last one to be recorded."""
         return step == self._last
 
     def close(self) -> None:
         """Record no more, and write what was recorded, if anything was. Waits for the device. Idempotent."""
         if self._recorder.is_on:
             self._recorder.stop()
-            with suppress(RuntimeError):  # a device that failed cannot say when
+            with suppress(RuntimeError):  # a device that failed has no times to give
                 self._file.write(self._recorder.timeline())
 
 
 def _refuse_other(path: Path, target: Path) -> None:
-    """Raise if something is there that is no trace: a wrong name must not cost a data file."""
+    """Raise if the path holds something that is no trace: a wrong name must not cost a data file."""
     if not os.path.lexists(target):
         return
     if not target.is_file():
@@ -130,7 +130,7 @@ def _refuse_unusable(path: Path, folder: Path, out: Path) -> None:
             f"--trace: expected a folder that is there, but '{path.parent}' {found}; make it, or name another"
         )
     with tempfile.TemporaryFile(dir=folder):
-        """It can be written to; the file never has a name."""
+        """The folder can be written to. The file never has a name."""
 
 
 def _unwritable(path: Path, error: Exception) -> ConfigError:

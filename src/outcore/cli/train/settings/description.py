@@ -13,7 +13,7 @@ from outcore.cli.train.settings.schema import DEFAULTS
 
 
 def describe(settings: Settings) -> dict[str, str]:
-    """Say what a run will do: all that was set, and the defaults that matter. Name -> text, in order of reading."""
+    """Say what a run will do: all that was set, and the defaults that matter. Name -> text, in reading order."""
     values = dict(defaults(settings.method)) | dict(settings.training)
     said = {"model": settings.model, "data": settings.data, "out": str(settings.out)}
     said |= _said_of_training(settings, values)
@@ -59,7 +59,7 @@ _SAID = {
 
 
 def defaults(method: Method) -> Iterator[tuple[str, Any]]:
-    """Fields of TRL's class with their defaults."""
+    """Yield the fields of TRL's class with their defaults."""
     for field in dataclasses.fields(method.config_class()):
         make = field.default_factory
         yield field.name, field.default if make is dataclasses.MISSING else make()

@@ -1,8 +1,8 @@
-"""One setting: what it takes, judged by pydantic, and how a refusal is put.
+"""One setting: which values it takes, as pydantic checks them, and how a refusal is worded.
 
 Types, choices and limits are annotations. A value is read strictly, as if it came from JSON. YAML and flags know other
-types than JSON. So a value that does not fit is tried twice more: as the text that was typed, and as what this text
-means.
+types than JSON. So a value that does not fit is tried again: as the text that was typed, as what this text means, and
+as an integer if it is a whole number.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from outcore.core.errors import ConfigError
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _WHOLE = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # what torch and numpy take
-_LONG = 12  # so many choices are named in a message; of more, the nearest ones
+_LONG = 12  # the most choices that a message lists; of more, it names the nearest ones
 _JUDGED = ("greater", "less", "finite", "name")
 _UNNAMED = ("missing", "unexpected_keyword_argument")  # their message does not name the key
 
 
 def admitted(hint: Any, words: Sequence[str] = (), limit: object = None) -> Any:
-    """Let an annotation say all that is known.
+    """Return an annotation that says all that is known of a setting.
 
     Args:
-        hint: Of a dataclass's field.
-        words: What its text may be, if not any; beside an enumeration text is one of that's words.
-        limit: Of its numbers.
+        hint: Annotation of a dataclass's field.
+        words: What its text may be; empty: the words of an enumeration in the annotation, else any text.
+        limit: Limit of its numbers.
     """
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     words = words or [word.value for kind in members if _is_enum(kind) for word in kind]
@@ -67,17 +67,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """What one setting takes."""
+    """The values that one setting takes."""
 
     hint: Any
     default: Any
     """``dataclasses.MISSING`` where there is none, or none that is worth saying."""
 
     def read(self, given: Given) -> Any:
-        """Make its value of what was given.
+        """Return the setting's value from what was given.
 
         Raises:
-            ConfigError: It is none. Numbers that are not finite never are.
+            ConfigError: The setting does not take it. No setting takes numbers that are not finite.
         """
         hint: Any = GenericAlias(list, self.hint)  # pydantic takes no configuration for a lone dataclass
         adapter = TypeAdapter(hint, config=_STRICT)
@@ -90,7 +90,7 @@ class Kind:
             except ValueError:  # not even JSON
                 failures.append([{"type": "", "msg": "JSON cannot hold it", "loc": (), "input": None, "value": None}])
             else:
-                return reading if isinstance(value, float) and value == reading else value  # 3 stays 3
+                return reading if isinstance(value, float) and value == reading else value  # 3 stays 3, not 3.0
         expected = dict.fromkeys(map(self._expected, max(failures, key=_says)))
         raise ConfigError(
             f"{given.where}: expected {' or '.join(expected)}, but got {shown(given.value)}; {self._repair(given)}"
@@ -127,7 +127,7 @@ def _words(hint: Any) -> list[Any]:
 
 
 def _says(errors: Iterable[Mapping[str, Any]]) -> int:
-    """How much a failure says: of a right type with a wrong value more than of a wrong type."""
+    """Rank how much a failure says: a wrong value of the right type says more than a wrong type."""
     kinds = [error["type"] for error in errors]
     return 2 * any(kind.startswith(_JUDGED) for kind in kinds) + ("literal_error" in kinds) - ("json_invalid" in kinds)
 
@@ -139,7 +139,7 @@ def _readings(given: Given) -> Iterator[object]:
         yield given.text
     if isinstance(value, str) and value.lower() in ("none", "null"):
         yield None
-    elif isinstance(value, str) and (value := from_yaml(value)) is not None:  # nothing typed is not null
+    elif isinstance(value, str) and (value := from_yaml(value)) is not None:  # an empty text is not null
         yield value
     if isinstance(value, float) and value.is_integer():
         yield int(value)

@@ -1,4 +1,4 @@
-"""Settings as a user gave them: flags and ``--set`` here, a YAML file in ``yaml_file``; how they look in a message."""
+"""Settings as a user gave them: flags and ``--set``, and how values look in a message. For files see ``yaml_file``."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import yaml
 
 from outcore.core.errors import ConfigError
 
-# What PyYAML raises for malformed text; its constructors let through whatever Python says to a wrong !!tag.
+# What PyYAML raises for malformed text; its constructors pass on whatever Python raises for a wrong !!tag.
 MALFORMED = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
 
-_SHOWN = 120  # so many characters of a value stand in a message
+_SHOWN = 120  # the most characters of a value in a message
 _MOST_BITS = 64
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = 80
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as people write settings: ``1e-5`` is a number, a date is text, and a mapping says nothing twice."""
+    """YAML as people write settings: ``1e-5`` is a number, a date is text, and a mapping has no name twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuse a name that stands twice: PyYAML takes the last one without a word."""
+        """Refuse a name that stands twice: PyYAML silently takes the last one."""
         node = super().compose_mapping_node(anchor)
         names: dict[str, yaml.Node] = {}
         for key, _ in node.value:
@@ -53,12 +53,12 @@ class Given:
     """As typed; a dot separates a section from its setting."""
     value: object
     where: str
-    """Begins a message: a flag, a ``--set``, or a line of a file."""
+    """How a message begins: with a flag, a ``--set``, or a line of a file."""
     text: str | None = None
-    """What was typed, where that is known and not null."""
+    """What was typed, if that is known and not null."""
 
     def section(self, items: Mapping[object, object]) -> Iterator[Given]:
-        """Take a mapping apart that was given for a section as a whole."""
+        """Take apart a mapping that was given for a section as a whole."""
         for key, value in items.items():
             yield Given(key=f"{self.key}.{key}", value=value, where=f"{self.where}, {key}")
 

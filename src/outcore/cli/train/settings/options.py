@@ -1,7 +1,7 @@
-"""The options of ``outcore train`` and ``outcore dpo``, and what their help says. Light: help must not wait for torch.
+"""The options of ``outcore train`` and ``outcore dpo``, and their help. Imports little: help must not wait for torch.
 
-No option has a default here, so that only what was typed overrules a YAML file's value. None has a type, since
-``settings`` checks them all with one kind of message, wherever they come from.
+No option has a default here, so that only what was typed overrides a YAML file's value. No option is checked here,
+since ``settings`` checks them all with one kind of message, wherever they come from.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _WHAT, _HOW, _WHERE, _OUTPUT = "Model and data", "Training", "Memory", "Output"
 
 
 class TrainCommand(TyperCommand):
-    """Takes ``--resume`` with ``auto`` behind it or alone: Typer's options take a value always or never."""
+    """Accepts ``--resume`` alone or followed by ``auto``: Typer's own options take a value always or never."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Give ``--resume`` its value."""

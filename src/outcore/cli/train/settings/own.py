@@ -30,7 +30,7 @@ File = Annotated[Path, BeforeValidator(_named), AfterValidator(lambda path: Path
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What the commands decide beside TRL."""
+    """What the commands decide besides TRL's settings."""
 
     model: Name
     data: Name
@@ -38,48 +38,48 @@ class RunOptions:
     eval_data: Name | None = None
     precision: RunPrecision = "bf16"
     master_format: MasterFormat = "fp32"
-    """Of masters beside bf16 weights."""
+    """Format of fp32 masters beside bf16 weights."""
     plan: File | None = None
     activations: AwayTier | None = None
-    """Where what forward saves rests until backward; None: on the device, as far as it fits."""
+    """The tier on which what forward saves rests until backward; None: on the device, as far as it fits."""
     hardware: Name | None = None
-    """That times are predicted for; None: this machine."""
+    """The machine that times are predicted for; None: this machine."""
     compile: bool = False
-    """Blocks, with ``torch.compile``."""
+    """Whether blocks are compiled with ``torch.compile``."""
     unit_micro_batches: PositiveInt | None = None
     """Pieces in which units run a micro-batch; None: one."""
     attention: Name | None = None
-    """Transformers' name of an implementation; None: what it takes by itself."""
+    """Transformers' name of an implementation; None: what Transformers takes by itself."""
     load_in_4bit: bool = False
-    """The frozen base under adapters, with bitsandbytes."""
+    """Whether the frozen base under adapters is quantised to 4 bits, with bitsandbytes."""
     load_in_8bit: bool = False
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     bnb_4bit_use_double_quant: bool = False
     device: str | None = None
     """``cpu`` or an accelerator; None: the accelerator if there is one."""
     save_every_minutes: PositiveFloat | None = None
-    """Beside the steps at which the Trainer saves."""
+    """Minutes between two saves, besides the saves that the Trainer makes."""
     grace: NonNegativeFloat = 30.0
-    """Seconds from SIGTERM or SIGUSR1 to the end; what Kubernetes and Slurm wait before they kill."""
+    """Seconds from SIGTERM or SIGUSR1 to the end. Kubernetes and Slurm wait 30 s before they kill."""
     resume: Resume = False
-    """``auto``: where nothing was saved, begin anew."""
+    """``auto``: begin anew if nothing was saved."""
     on_nonfinite: OnNonfinite = "stop"
     """What becomes of a step whose loss or gradient norm is not a finite number."""
     trace: File | None = None
     """File for a timeline of a few steps."""
     dry_run: bool = False
     replan: bool = False
-    """When steps take longer or shorter than predicted: measure again, and go on with a better plan if there is one."""
+    """If steps take longer or shorter than predicted: measure again, and go on with a better plan if there is one."""
     # SFTConfig has these two, too; DPOConfig has not.
     eos_token: str | None = None
-    """Ends a document or turn, instead of the tokenizer's own."""
+    """Token that ends a document or turn, instead of the tokenizer's own."""
     chat_template_path: File | None = None
-    """Instead of the tokenizer's own."""
+    """Chat template to use instead of the tokenizer's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Own(RunOptions):
-    """With the sizes of a budget."""
+    """The command's own settings, with the sizes of a budget."""
 
     device_memory: Any = None
     host_memory: Any = None

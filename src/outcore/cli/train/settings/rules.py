@@ -1,4 +1,4 @@
-"""Settings that are right one by one and wrong together: what outcore knows, then what the libraries say."""
+"""Checks for settings that are right one by one and wrong together: outcore's own, then those of the libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outcore.core.errors import ConfigError, UnsupportedError
 
 LENGTHS = ("max_steps", "num_train_epochs")
 
-_FEW = 3  # so many settings may be named together where a library does not say which one it means
+_FEW = 3  # the most settings that are named together if a library does not say which one it means
 _OF_OPTIMIZERS = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
 _EVALUATION = ("per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 # What constructors of settings raise: they look for packages and files, too.
@@ -24,7 +24,7 @@ _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, NotImplementedE
 
 
 def refuse_contradictions(settings: Mapping[str, Setting]) -> None:
-    """Refuse settings of which one would silently be without effect.
+    """Refuse settings of which one would silently have no effect.
 
     Raises:
         ConfigError: The first pair that is found.
@@ -37,10 +37,10 @@ def refuse_contradictions(settings: Mapping[str, Setting]) -> None:
 
 
 def check_lora(lora: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
-    """Have PEFT look at its settings together.
+    """Have PEFT check its settings together.
 
     Raises:
-        ConfigError: It refuses them.
+        ConfigError: PEFT refuses them.
     """
     from peft import LoraConfig
 
@@ -49,16 +49,16 @@ def check_lora(lora: Mapping[str, Any], settings: Mapping[str, Setting]) -> None
 
 
 def check_training(training: Mapping[str, Any], out: str, settings: Mapping[str, Setting], method: Method) -> None:
-    """Have TRL, transformers and torch look at their settings together. Nothing is written or said.
+    """Have TRL, transformers and torch check their settings together. Nothing is written or printed.
 
     Raises:
-        ConfigError: They refuse them, or would when the run has begun.
+        ConfigError: A library refuses them, or would once the run has begun.
     """
     from outcore.integrations.refusals import refuse_arguments
 
     given = {key: setting for key, setting in settings.items() if "." not in key}
     with _quiet(), _refused_by("TRL", given):
-        # Before the arguments are made, too: for some of them that looks for packages.
+        # Also checked before the arguments are made, since making some of them looks for packages.
         refuse_arguments(SimpleNamespace(n_gpu=1, **training))
         args = method.arguments(out, training)
         refuse_arguments(args)
@@ -80,7 +80,7 @@ def _refuse_two_lengths(settings: Mapping[str, Setting]) -> None:
 
 
 def _refuse_two_precisions(settings: Mapping[str, Setting]) -> None:
-    """TRL's bf16 is autocast, for weights in fp32; otherwise weights and arithmetic have outcore's precision."""
+    """Refuse bf16 beside other than fp32: TRL's bf16 is autocast over fp32 weights; else outcore's precision counts."""
     precision = settings.get("outcore.precision")
     asked = settings.get("bf16")
     if asked is not None and asked.value and (precision is None or precision.value != "fp32"):
@@ -148,7 +148,7 @@ def _optimizer(args: Any) -> Any:
 
 
 def _try_schedule(args: Any, optimizer: Any) -> None:
-    """A schedule checks its arguments when it is made, which is after the model."""
+    """Make the schedule, since it checks its arguments only then; a run makes it after the model."""
     from transformers.optimization import get_scheduler
 
     extra = args.lr_scheduler_kwargs
@@ -182,7 +182,7 @@ def _refused_by(who: str, settings: Mapping[str, Setting]) -> Iterator[None]:
 
 
 def _guilty(settings: Mapping[str, Setting], said: str) -> list[str]:
-    """Where the settings were given that a library's words are about, as far as they tell."""
+    """Return where the settings were given that a library's message is about, as far as it tells."""
     by_name = [s.where for key, s in settings.items() if re.search(rf"\b{key.rpartition('.')[2]}\b", said)]
     by_value = [s.where for s in settings.values() if any(word in said for word in _long_words(s.value))]
     return by_name or by_value or [s.where for s in settings.values() if len(settings) <= _FEW]
@@ -195,7 +195,7 @@ def _long_words(value: object) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What is only tried out here is said when the run makes it for good."""
+    """Silence the libraries: what is only tried out here is reported when the run makes it for good."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

@@ -1,7 +1,7 @@
 """What a training run is to do: a YAML file, flags and ``--set`` become one checked value, before anything is touched.
 
-Flags and ``--set`` go over the file. At the top level of the file stand the options of the command (``batch_size``) and
-every field of TRL's ``SFTConfig``, or ``DPOConfig``; under ``lora:`` those of PEFT's ``LoraConfig``, under ``outcore:``
+Flags and ``--set`` override the file. The file's top level takes the options of the command (``batch_size``) and every
+field of TRL's ``SFTConfig``, or ``DPOConfig``; ``lora:`` takes those of PEFT's ``LoraConfig``, and ``outcore:``
 outcore's own. ``--set`` takes the same names, with a dot after a section: ``--set lora.r=8``. Paths are relative to the
 current directory, also those in the file; ``~`` is the home directory.
 """
@@ -39,7 +39,7 @@ class Settings(RunOptions):
     lora: Mapping[str, Any] | None
     """Fields of ``LoraConfig``; None: all weights are trained."""
     quantization: Quantization | None
-    """Of the base under adapters."""
+    """How the base under adapters is quantised; None: it is not."""
     budget: Budget
 
 
@@ -55,8 +55,8 @@ def resolve(
         method: What the run trains for.
 
     Raises:
-        ConfigError: A file that cannot be read, a name that does not exist, a value that cannot be, settings that
-            exclude one another.
+        ConfigError: A file that cannot be read, a name that does not exist, a value that is not allowed, or settings
+            that exclude one another.
     """
     in_file = [] if config is None else read_yaml(config, SECTIONS)
     on_command_line = [*from_flags(flags), *from_assignments(assignments)]
@@ -81,7 +81,7 @@ def resolve(
 
 
 def _merged(in_file: Settled, on_command_line: Settled) -> dict[str, Setting]:
-    """The command line over the file. The two ways to say how long a run is are one setting here."""
+    """Let the command line override the file. Steps and epochs, which both say how long a run is, count as one here."""
     is_length_given = not on_command_line.keys().isdisjoint(LENGTHS)
     kept = {key: setting for key, setting in in_file.items() if not (is_length_given and key in LENGTHS)}
     return kept | dict(on_command_line)
@@ -124,7 +124,7 @@ def _quantization(settled: Settled, own: Mapping[str, Any], *, has_adapters: boo
 
 
 def _device(settled: Settled) -> str | None:
-    """The Trainer drives the first accelerator that it sees, or the CPU."""
+    """Return the device, which must be the first accelerator or the CPU: the Trainer drives no other."""
     import torch
 
     asked, use_cpu = settled.get("outcore.device"), settled.get("use_cpu")
@@ -149,7 +149,7 @@ def _device(settled: Settled) -> str | None:
 
 
 def _refuse_absent(asked: Setting) -> None:
-    """Let outcore say why it sees none."""
+    """Raise with outcore's reason why it sees no accelerator."""
     from outcore.device.opening import open_device
 
     try:

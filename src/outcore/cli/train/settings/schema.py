@@ -1,6 +1,6 @@
 """Every setting there is: TRL's, PEFT's ``LoraConfig`` and outcore's own.
 
-The three classes are the list. Here stands what their annotations do not say and their constructors do not check.
+The three classes are the list. This module adds what their annotations do not say and their constructors do not check.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ DEFAULTS: Mapping[str, Any] = {
     # the engine recomputes by itself
     "activation_checkpointing": False,
     "gradient_checkpointing": False,
-    "bf16": False,  # precision says it
+    "bf16": False,  # --precision decides
     "disable_tqdm": True,  # outcore has a progress bar of its own
     "logging_nan_inf_filter": False,  # it shows other numbers in place of nan, and waits for the device to do so
     "logging_steps": 1,
     "report_to": "none",
     "save_strategy": "no",  # model/ is written at the end in any case
 }
-"""Where the commands differ from TRL's class, whichever of the names it has."""
+"""Defaults of the commands that differ from TRL's class. Names that the class does not have are ignored."""
 
 _LIMITS: Mapping[str, Any] = {
     **dict.fromkeys(
@@ -67,7 +67,7 @@ _LIMITS: Mapping[str, Any] = {
     "max_length": Field(ge=2),  # a token and the one to predict
     "lora.lora_dropout": Field(ge=0, lt=1),
 }
-"""Of numbers that no library judges before the run has begun."""
+"""Limits of numbers that no library checks before the run has begun."""
 
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(
@@ -95,11 +95,11 @@ INSTEAD: Mapping[str, str] = {
 """Settings that have no effect here, or a wrong one -> what to do instead. Their defaults are accepted."""
 
 _WITHOUT_DEFAULT = {"max_steps", "save_steps", "lora.r"}
-"""Left out they mean another way, not the number that the class has for them."""
+"""Settings that mean another way of training if they are left out, not the number that the class has for them."""
 
 
 def _words(method: Method) -> dict[str, Sequence[str]]:
-    """Words of settings whose class says text only."""
+    """Return the words that a setting takes, for settings that their class annotates as mere text."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     from outcore.integrations.optimizers import OPTIMIZERS
@@ -120,12 +120,12 @@ class Schema:
     """The settings by their full names: ``learning_rate``, ``outcore.disk``, ``lora.r``."""
 
     def __init__(self, method: Method) -> None:
-        """List them.
+        """List the settings.
 
         Args:
-            method: Whose class of TRL's counts.
+            method: Decides which class of TRL's counts.
         """
-        # Imported here: the two take seconds, and a broken YAML file is found before.
+        # Imported here: PEFT and TRL take seconds, and a broken YAML file is found before.
         from peft import LoraConfig
 
         config, words = method.config_class(), _words(method)
@@ -167,7 +167,7 @@ class Schema:
         head, dot, tail = key.partition(".")
         if dot and head in self.kinds:
             return f"{got}; give {head} as a whole: {head}={{{tail}: VALUE}}"
-        # A name that is right but stands in another section comes first.
+        # A right name that belongs to another section is suggested first.
         known = [name for name in (*self._names, *self.kinds) if name not in INSTEAD]
         leaf = key.rpartition(".")[2].lower()
         moved = [name for name in known if name.rpartition(".")[2] == leaf]
@@ -183,7 +183,7 @@ class Schema:
     def _value(self, key: str, given: Given) -> Any:
         value = self.kinds[key].read(given)
         if key in INSTEAD and value != self.kinds[key].default:
-            got = "a value" if key.endswith("_token") else shown(value)  # a secret must not end in a log
+            got = "a value" if key.endswith("_token") else shown(value)  # a secret must not get into a log
             raise ConfigError(f"{given.where}: expected this to be left out, but got {got}; {INSTEAD[key]}")
         return value
 
@@ -202,7 +202,7 @@ def _kinds(config: Any, words: Mapping[str, Sequence[str]], prefix: str = "") ->
 
 
 def _apart(given: Iterable[Given]) -> Iterator[Given]:
-    """Take sections apart that were given as a whole; a lone number for LoRA is its rank."""
+    """Take apart sections that were given as a whole; a lone number for LoRA is its rank."""
     for item in given:
         if item.key in SECTIONS and isinstance(item.value, Mapping) and item.value:
             yield from item.section(item.value)

@@ -14,14 +14,14 @@ _MOST_BYTES = 1 << 20  # a settings file is a page; a file of weights named by m
 
 
 def read_yaml(path: Path, sections: tuple[str, ...]) -> list[Given]:
-    """Read a file of settings, flat: what stands in a section comes as ``section.name``. An empty file has none.
+    """Read a file of settings as a flat list: a setting in a section is ``section.name``. An empty file has none.
 
     Args:
         path: Relative to the current directory, as are the paths in the file.
         sections: Names of top-level mappings to take apart.
 
     Raises:
-        ConfigError: The file cannot be read, is not UTF-8, not YAML, not a mapping, or says something twice.
+        ConfigError: The file cannot be read, is not UTF-8, not YAML, not a mapping, or has a name twice.
     """
     text = _read(path)
     try:
@@ -70,7 +70,7 @@ def _settings(
             f"{shown(loader.construct_object(node, deep=True))}; write a mapping"
         )
     loader.flatten_mapping(node)
-    items: dict[str, tuple[str, yaml.Node]] = {}  # where a merged anchor says the same, the mapping's own word counts
+    items: dict[str, tuple[str, yaml.Node]] = {}  # a mapping's own value replaces that of a merged anchor
     for key_node, value in node.value:
         key, line = loader.construct_object(key_node, deep=True), f"{path}, line {key_node.start_mark.line + 1}"
         if not isinstance(key, str):
