@@ -281,7 +281,7 @@ class Choice:
                 yield replace(candidate, kinds=_filled(kinds, left, border, kinds[border]))
                 yield replace(candidate, kinds=_filled(kinds, border, right, kinds[border - 1]))
         ends = {(1, min(1 + step, count)) for step in steps} | {(count - step, count) for step in steps} | {(0, 1)}
-        singles = {(i, i + 1) for i in range(count)} if count <= SMALL else set()
+        singles = {(i, i + 1) for i in range(count)} if count - 1 <= SMALL else set()
         for start, stop in sorted(ends | singles):
             for kind in KINDS:
                 yield replace(candidate, kinds=_filled(kinds, start, stop, kind))
