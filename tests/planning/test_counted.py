@@ -1,4 +1,4 @@
-"""Work counted on shapes alone: as torch counts it in real passes, for any model, frozen parts included."""
+"""Work counted from shapes alone equals what torch counts in real passes, for any model, frozen parts included."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH, LENGTH = 2, 32
 
 
 class Net(nn.Module):
-    """Blocks with a convolution and a table in the root."""
+    """A model with blocks, and with a convolution and a table in the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,12 +78,31 @@ def test_a_mask_that_hides_nothing_leaves_attention_causal():
 
 def test_attention_that_sees_both_ways_counts_whole():
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
-    sizes["attention_probs_dropout_prob"] = 0.0  # else there is no one kernel for it
+    sizes["attention_probs_dropout_prob"] = 0.0  # otherwise attention is not a single kernel
     with torch.device("meta"):
         model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="cpu")
     found = counted(model, input_ids=ids, attention_mask=torch.ones_like(ids))
     assert found["bert.encoder.layer.0"].attention_flops == 4 * 64 * BATCH * LENGTH * LENGTH
+
+
+class Kernel(nn.Module):
+    """Attention as an accelerator runs it in training: one more switch is on, for backward."""
+
+    def __init__(self, *, is_causal: bool) -> None:
+        super().__init__()
+        self.block, self._is_causal = nn.Linear(16, 48), is_causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.block(x).view(*x.shape[:2], 2, 3, 8).transpose(1, 2).unbind(3)
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        return kernel(q, k, v, None, True, 0.0, self._is_causal)[0].sum()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_other_switches_of_attention_say_nothing_of_what_it_sees(is_causal: bool):
+    found = counted(Kernel(is_causal=is_causal), x=torch.empty(BATCH, LENGTH, 16, device="meta"))
+    assert found[""].attention_flops == 4 * 16 * BATCH * LENGTH * LENGTH / (1 + is_causal)
 
 
 @pytest.mark.parametrize("frozen", [(), ("blocks.0.0.weight",), ("table.weight", "conv.weight", "conv.bias")])

@@ -1,4 +1,4 @@
-"""What a model computes, from shapes: as torch counts it in a real forward; and seconds from a machine's rates."""
+"""The work of a model from shapes, as torch counts it in a real forward; and seconds from a machine's rates."""
 
 from __future__ import annotations
 
@@ -81,7 +81,11 @@ def test_seconds_of_a_machine():
 def test_measured_parts_count_before_bytes():
     hardware = known_hardware("rtx-4090")
     spec = ModelSpec(units=(), state_names=(), precision="bf16")
-    parts = {"update": 0.8, "h2d": 0.3, "compute": 1.0}
-    measured = dataclasses.replace(hardware, host=dataclasses.replace(hardware.host, parts=parts))
+    parts, beside = (
+        {"update": 0.8, "h2d": 0.3},
+        {"compute_left": {"update": 0.25}, "left_beside_compute": {"update": 0.5}},
+    )
+    measured = dataclasses.replace(hardware, host=dataclasses.replace(hardware.host, parts=parts, **beside))
     assert rates_for(measured, spec, {}).shared[0].parts == parts
-    assert "compute" not in rates_for(hardware, spec, {}).shared[0].parts
+    assert rates_for(measured, spec, {}).beside_compute == {"update": (0.25, 0.5)}
+    assert not rates_for(hardware, spec, {}).beside_compute

@@ -1,4 +1,4 @@
-"""Steps played in time: against hand-made cases, and against a clock that knows no sharing."""
+"""Steps played in time: compared with hand-made cases, and with a clock that knows no sharing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FREE = Rates(forward_s={}, backward_s={})
 
 
 def plan_of(model: ModelSpec, *, depth: int = 2, **changes: Any) -> Plan:
-    """Layers on the host, but for what ``changes`` say; the root on the device."""
+    """Layers on the host, except for ``changes``; the root on the device."""
     root = UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")
     homes = {"weights": "host", "gradients": "host", "states": "host", **changes}
     units = [root, *(UnitPlan(name=u.name, **homes) for u in model.units[1:])]
@@ -45,7 +45,7 @@ def plan_of(model: ModelSpec, *, depth: int = 2, **changes: Any) -> Plan:
 
 
 def rates_of(model: ModelSpec, **seconds: float) -> Rates:
-    """Forward of a layer 1 s, backward 2; each resource takes the given seconds for a layer of 1 Mi fp32 parameters."""
+    """Forward of a layer takes 1 s, backward 2; each resource takes the given seconds for 1 Mi fp32 parameters."""
     names = [u.name for u in model.units[1:]]
     nbytes = {"h2d": 4 * MIB, "d2h": 4 * MIB, "disk_read": 12 * MIB, "disk_write": 12 * MIB}
     return Rates(
@@ -80,10 +80,10 @@ def test_alone_compute_binds(model):
 
 def test_updates_lie_behind_forward(model):
     found = simulate(model, plan_of(model), rates_of(model, update=3.0), usual_visits(model))
-    assert found.step_s == pytest.approx(24 + 8 * 3 + 1)  # forward of the last unit comes after its update
+    assert found.step_s == pytest.approx(24 + 8 * 3 + 1)  # the last unit's forward comes after its update
     assert found.binding["update"] == pytest.approx(24 / 49)
     timeline = found.timeline
-    assert timeline.exposed_s()["h2d"] == 2 * (3 + 7 * 2)  # what is waited for is the fetch behind an update
+    assert timeline.exposed_s()["h2d"] == 2 * (3 + 7 * 2)  # only the fetches after an update are waited for
     assert timeline.busy_s()["update"] == pytest.approx(2 * 24)
     assert timeline.wall_s == pytest.approx(2 * found.step_s)
 
@@ -91,11 +91,11 @@ def test_updates_lie_behind_forward(model):
 def test_slow_fetches_bind(model):
     found = simulate(model, plan_of(model), rates_of(model, h2d=5.0), usual_visits(model))
     assert max(found.binding, key=found.binding.__getitem__) == "h2d"
-    assert found.step_s >= (8 + 5) * 5  # three slots keep the last three of forward
+    assert found.step_s >= (8 + 5) * 5  # three slots keep the last three layers of forward
 
 
 def test_backward_goes_on_when_its_activations_are_there(model):
-    """Weights are used first, then activations: what backward waits for is no part of it."""
+    """Weights are used first, then activations: the wait for activations is not part of backward."""
     plan = plan_of(model, weights="device", policy="keep")
     units = [dataclasses.replace(u, activations="host", saved_bytes=4 * MIB) if u.name else u for u in plan.units]
     comfort = Comfort(prefetch_depth=0, num_buckets=1, max_slots_host=3)
@@ -104,8 +104,8 @@ def test_backward_goes_on_when_its_activations_are_there(model):
     found = simulate(model, plan, rates, usual_visits(model))
     spans = [span for span in found.timeline.spans if span.name == "backward model.layers.3"]
     assert [round(span.duration_s, 9) for span in spans] == [2.0, 2.0]
-    # One slot: the sixth layer's come behind the last two layers' backward, others when the slot is free. Besides them
-    # the last gradient and its weights have nothing to hide behind.
+    # One slot: the sixth layer's activations come after the last two layers' backward, others when the slot is free.
+    # Besides them, nothing hides the last gradient and its weights.
     assert found.step_s == pytest.approx(8 + 16 + 5 * 0.5 + 0.1 + 0.5)
     assert found.timeline.exposed_s()["h2d"] > 0
 
@@ -132,6 +132,25 @@ def test_host_memory_is_shared_by_equal_bytes():
     large = Shared(name="host memory", parts={"h2d": 0.75, "update": 1.0})  # both get a half
     found = ends(dataclasses.replace(FREE, shared=(large,)), ("h2d", 1.0, ()), ("update", 1.0, ()))
     assert found == [pytest.approx(1.5), pytest.approx(1.75)]
+
+
+def test_the_cores_are_shared_as_measured():
+    """Two that run beside each other keep what the probe has measured, although that adds up to less than 1."""
+    rates = dataclasses.replace(FREE, beside_compute={"update": (0.25, 0.5), "h2d": (0.8, 0.5), "d2h": (1.0, 1.0)})
+    found = ends(rates, ("compute", 1.0, ()), ("update", 1.0, ()))
+    assert found == [pytest.approx(2 + 0.5), pytest.approx(2.0)]
+    assert ends(rates, ("compute", 1.0, ()), ("d2h", 2.0, ())) == [pytest.approx(1.0), pytest.approx(2.0)]
+    assert ends(rates, ("update", 1.0, ()), ("h2d", 2.0, ())) == [1.0, 2.0], "nothing computes"
+    # Of three, each link costs compute what it costs it alone: 1 / 0.25 - 1 and 1 / 0.8 - 1 of what compute has.
+    compute, update, _ = ends(rates, ("compute", 1.0, ()), ("update", 1.0, ()), ("h2d", 1.0, ()))
+    assert update == pytest.approx((1 + 3 + 0.25) / 2)
+    assert compute > update
+
+
+@pytest.mark.parametrize("kept", [(0.0, 0.0), (1e-9, 1.0), (1.0, 1e-9)])
+def test_noise_stops_no_link(kept):
+    rates = dataclasses.replace(FREE, beside_compute={"update": kept})
+    assert max(ends(rates, ("compute", 1.0, ()), ("update", 1.0, ()))) <= 40
 
 
 def test_a_bus_that_is_not_full_duplex():
@@ -168,6 +187,8 @@ def test_a_plain_loop_launches_kernels_and_nothing_else(model):
     plan = dataclasses.replace(plan_of(model, **homes), plain=True)
     rates = dataclasses.replace(rates_of(model), visit_s=1.0, launch_s=dict.fromkeys(names, 10.0))
     assert simulate(model, plan, rates, usual_visits(model)).step_s == pytest.approx(2 * 9 * 10.0)
+    again = dataclasses.replace(plan_of(model, **homes | {"policy": "recompute"}), plain=True)
+    assert simulate(model, again, rates, usual_visits(model)).step_s == pytest.approx((2 * 9 + 8) * 10.0)
 
 
 def test_a_plain_loop_steps_with_the_optimizer_that_it_has(model):
@@ -181,7 +202,7 @@ def test_a_plain_loop_steps_with_the_optimizer_that_it_has(model):
 @pytest.mark.parametrize("seed", range(20))
 def test_where_nothing_is_shared_a_plain_clock_says_the_same(seed: int):
     chance = random.Random(seed)
-    lanes = ["compute", "h2d", "d2h", "weights_read", "disk_write", "update", "device_update"]  # one of each link
+    lanes = ["compute", "h2d", "d2h", "weights_read", "disk_write", "update", "device_update"]  # one lane of each link
     row = [
         Task(chance.choice(lanes), "x", chance.choice([0.0, 1.0, chance.random()]), 0, _some(chance, i))
         for i in range(60)

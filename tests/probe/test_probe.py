@@ -1,4 +1,4 @@
-"""Measuring this machine: the arithmetic, what comes out, what is kept and when it is stale, and bad disks."""
+"""Measuring this machine: the arithmetic, the results, what is kept and when it is stale, and bad disks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TestArithmetic:
         assert usual_s([1.0, 9.0, 1.1, 7.0, 1.05, 8.0, 6.0]) == 1.05
 
     def test_parts_explain_the_speeds_that_they_made(self):
-        """What a fair machine leaves of their speeds gives them back."""
+        """Parts are recovered from the speeds that a fair machine would leave."""
         true = {"compute": 1.0, "update": 0.9, "h2d": 0.6, "disk_read": 0.3}
 
         def left(one: str, other: str) -> tuple[float, float]:
@@ -79,11 +79,11 @@ class TestArithmetic:
 
 class TestLoads:
     def test_beside_each_other_they_are_as_fast_as_they_were_meanwhile(self):
-        lock = threading.Lock()  # what both share
+        lock = threading.Lock()  # the resource that both share
 
         def turn() -> None:
             with lock:
-                time.sleep(0.01)  # longer than a busy machine takes to wake a thread
+                time.sleep(0.01)  # longer than a busy machine needs to wake a thread
 
         loads = [Load("update", 2.0, turn), Load("compute", 1.0, turn, is_compute=True)]
         alone = speeds(loads[:1], 0.2)["update"]
@@ -109,7 +109,7 @@ def test_kernels_of_the_small_block_are_those_that_a_model_is_counted_by():
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Hardware, set[int], set[int]]:
-    """Beside it, the pages of the disk that were written, and those that were read without."""
+    """The measured hardware, the disk pages that were written, and those that were read without having been written."""
     written, unwritten = set[int](), set[int]()
     read, write = DiskStore.read, DiskStore.write
 
@@ -150,7 +150,7 @@ class TestMeasuring:
 
     def test_memory_is_what_there_is_not_what_is_free(self, found):
         with closing(open_device(DEVICE)) as device:
-            shared = 2 if device.has_host_memory else 1  # both tiers
+            shared = 2 if device.has_host_memory else 1  # both tiers share it
             assert found.host.memory_bytes == host_bytes() / shared
             assert found.device.memory_bytes == device.total_bytes() / shared
 
@@ -160,11 +160,13 @@ class TestMeasuring:
             assert part.sources.keys() == names
 
     def test_the_cores_are_shared_where_they_compute(self, found):
-        assert ("compute" in found.host.parts) == (DEVICE == "cpu")
-        assert {"h2d", "d2h", "update", "disk_read", "disk_write"} <= found.host.parts.keys()
+        links = {"h2d", "d2h", "update", "disk_read", "disk_write"}
+        assert found.host.parts.keys() == links
+        assert found.host.compute_left.keys() == found.host.left_beside_compute.keys()
+        assert found.host.compute_left.keys() == (links if DEVICE == "cpu" else set())
 
     def test_only_what_was_written_is_read(self, measured):
-        """A filesystem answers for the rest without its drive, many times as fast."""
+        """A filesystem answers reads of other pages without its drive, many times as fast."""
         hardware, written, unwritten = measured
         assert hardware.disk is not None
         assert len(written) == LEAST.disk_bytes // PAGE_BYTES
@@ -188,7 +190,7 @@ class TestKept:
     def test_once(self, tmp_path):
         machine = Machine(DEVICE)
         assert machine.kept() is None
-        with pytest.warns(UserWarning, match=f"measured for its plans.*'{tmp_path}/cache/outcore/hardware-"):
+        with pytest.warns(UserWarning, match=f"to predict times of plans.*'{tmp_path}/cache/outcore/hardware-"):
             first = machine.at_hand()
         assert Machine(DEVICE).at_hand() == first
         assert Machine(DEVICE, (tmp_path,)).kept() is None, "a disk is another machine"
@@ -196,7 +198,7 @@ class TestKept:
     def test_of_whichever_drives_were_measured_last(self, tmp_path, monkeypatch):
         machine, here = Machine(DEVICE), SimpleNamespace(torch_device=torch.device(DEVICE))
         monkeypatch.delenv("OUTCORE_HARDWARE")
-        with pytest.warns(UserWarning, match="measured for its plans"):
+        with pytest.warns(UserWarning, match="to predict times of plans"):
             assert hardware_for(None, here, None, may_measure=True) == machine.at_hand()
         assert machine.kept_with_a_disk() is None
         monkeypatch.setattr(kept, "measure", lambda *_: known_hardware("h100"))
@@ -227,7 +229,7 @@ class TestKept:
         machine = Machine(DEVICE)
         machine.path.parent.mkdir(parents=True)
         machine.path.write_text(text)
-        with pytest.warns(UserWarning, match="of no use: .*hardware-"):
+        with pytest.warns(UserWarning, match="cannot be used: .*hardware-"):
             assert machine.kept() is None
 
     def test_a_home_that_cannot_be_written_to(self, tmp_path):
@@ -271,7 +273,7 @@ def test_bad_input_is_refused_before_anything_is_measured(options, message):
 
 
 class Node:
-    """Ranks of which each gets so many bytes per second from others of its node, in no real time."""
+    """Ranks that each get a fixed number of bytes per second from others of the node, in simulated time."""
 
     def __init__(self, size: int, local_size: int) -> None:
         self.rank, self.size, self.local_size, self.now_s = 0, size, local_size, 0.0
@@ -297,7 +299,7 @@ class Node:
 def test_what_is_between_ranks(size, per_node, monkeypatch):
     node = Node(size, per_node)
     monkeypatch.setattr(links.time, "perf_counter", lambda: node.now_s)
-    monkeypatch.setattr(links, "usual_speed", lambda *_: 1e9)  # of copies to GPUs: nobody shares a way
+    monkeypatch.setattr(links, "usual_speed", lambda *_: 1e9)  # of copies to GPUs, which share no link
     with closing(OPENED()) as device:
         found = links.measure_links(node, device, (MIB // 4, MIB))
     assert (found.links is None, found.network is None) == (per_node == 1, size == per_node)

@@ -1,4 +1,4 @@
-"""What two ranks see apart from the plain loop: run as a program on both."""
+"""What two ranks see beyond the plain loop. Run as a program on both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def backward(model: nn.Module) -> None:
 
 
 def mean() -> list[torch.Tensor]:
-    """Gradients of a plain model over the batches of both ranks."""
+    """Gradients of a plain model, averaged over the batches of both ranks."""
     model, _ = build()
     for rank in range(2):
         torch.manual_seed(rank)
@@ -70,12 +70,12 @@ def test_gradients() -> None:
         assert torch.equal(first.grad.clone(), torch.ones(40, 40))
         norm = nn.utils.clip_grad_norm_([first], 1e9)
         assert float(norm) == 40.0
-        with pytest.raises(outcore.UnsupportedError, match="change gradients behind the last backward"):
+        with pytest.raises(outcore.UnsupportedError, match="change gradients after the last backward"):
             backward(model)
 
 
 def test_one_rank_alone() -> None:
-    """A rank whose loss reaches nothing of a unit; states are cut, and whole when they are read."""
+    """A rank's loss may reach nothing of a unit; states are cut, and whole when they are read."""
     with outcore.prepare(*build(), device="cpu") as (model, optimizer):
         states = [unit.ledger.states.nbytes for unit in optimizer.engine.units]
         alone = [2 * 4 * (40 * 40 + 64) for _ in states]
@@ -90,6 +90,17 @@ def test_one_rank_alone() -> None:
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)
         assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], torch.full((40, 40), 2.0))
+
+
+def test_nothing_is_trained() -> None:
+    """A backward through a model without an optimizer gives its input's gradient, and exchanges nothing."""
+    torch.manual_seed(RANK)
+    x = torch.randn(4, 40, requires_grad=True)
+    build()[0](x).square().sum().backward()
+    wanted, x.grad = x.grad, None
+    with outcore.prepare(build()[0], None, device="cpu", budget=outcore.Budget(device="60KB")) as (model, _):
+        model(x).square().sum().backward()
+    assert torch.equal(x.grad, wanted)
 
 
 def test_budget_is_a_nodes() -> None:
@@ -108,7 +119,7 @@ def test_scaler() -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        assert scaler.get_scale() == 2.0  # both ranks know of the infinity of one
+        assert scaler.get_scale() == 2.0  # both ranks know of the infinity on one
         optimizer.zero_grad()
         torch.manual_seed(RANK)
         scaler.scale(model(torch.randn(4, 40)).square().sum()).backward()
@@ -118,7 +129,7 @@ def test_scaler() -> None:
 
 
 def test_fast() -> None:
-    """One exchange per step; equal to rounding."""
+    """One exchange per step; the result is equal up to rounding."""
     found = {}
     for how in ("exact", "fast"):
         options = {"accumulation_steps": 3, "reduction": how, "budget": outcore.Budget(device="200KB")}

@@ -25,7 +25,7 @@ NAMES = [case.name for case in EVERY]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Of every case: what each of three ranks says of it, and for every second one each of two."""
+    """For every case what each of three ranks reports, and for every second case what each of two reports."""
     results: list[list[list[Any]]] = [[] for _ in EVERY]
     for num_ranks in (2, 3):
         folder, every = tmp_path_factory.mktemp("disk"), 4 - num_ranks
@@ -51,14 +51,14 @@ def test_states_and_norms_are_the_same_on_every_rank(number, found):
 
 
 def test_two_machines(tmp_path):
-    """Four ranks come to what one comes to, wherever weights are cut."""
+    """Four ranks get the result of one rank, wherever weights are cut."""
     said = {}
     for num_ranks, per_node in ((1, 1), (4, 2)):
         environment = {"LOCAL_WORLD_SIZE": str(per_node), "OUTCORE_TEST_LOOP": "8 2"}
         ranks = launch(RUN, num_ranks, [json.dumps(MACHINES), str(tmp_path)], **environment)
         said[num_ranks] = [[json.loads(line) for line in of_rank.splitlines()] for of_rank in ranks]
     for i, case in enumerate(MACHINES):
-        wanted = {**said[1][0][i], "norms": said[4][0][i]["norms"]}  # one rank has torch's norm
+        wanted = {**said[1][0][i], "norms": said[4][0][i]["norms"]}  # a single rank has torch's norm
         assert [of_rank[i] for of_rank in said[4]] == [wanted] * 4, case.name
 
 
@@ -81,7 +81,7 @@ def test_all_ranks_visit_the_same_units_by_link(tmp_path):
 def test_what_ranks_see():
     said = launch("from ranks.faces import main; main()", 2)
     assert said[0] == said[1]
-    assert len(said[0].splitlines()) == 6
+    assert len(said[0].splitlines()) == 7
 
 
 SAVED = "from ranks.saved import main; main()"

@@ -1,4 +1,4 @@
-"""Folders of checkpoints that many write and read at once, and filesystems that can less than others."""
+"""Folders of checkpoints that many processes write and read at once, and filesystems that lack features."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 import outcore
 from outcore.core.errors import ConfigError
 from outcore.memory.files import checkpoint_file, checkpoint_folder, locked_folder
-from outcore.memory.files.checkpoint_file import PartOfCheckpoint
+from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.memory.files.locked_folder import held, taken_alone
+from outcore.memory.piece_pool import ClosedError
 from outcore.saving import export_checkpoint as export_checkpoint_module
 from outcore.saving.export_checkpoint import export_checkpoint
 from outcore.spec.checkpoint import Manifest
@@ -39,8 +40,8 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_many_replace_one_checkpoint_while_others_read_it(can_exchange: bool, tmp_path: Path, monkeypatch: Any):
-    """Of the same step: whoever reads has all of one, until he is done."""
-    if not can_exchange:  # then there are moments without any, which nobody can hold
+    """All write the same step: a reader has the whole of one version until it is done."""
+    if not can_exchange:  # then the name is missing at moments, and a reader finds nothing to hold
         monkeypatch.setattr(checkpoint_folder, "_exchange", lambda *_: False)
     target = tmp_path / "step-00000001"
     found: list[str] = []
@@ -59,7 +60,7 @@ def test_many_replace_one_checkpoint_while_others_read_it(can_exchange: bool, tm
 
 @pytest.mark.parametrize("when", ["gone", "there again"])
 def test_a_target_that_comes_and_goes(when: str, tmp_path: Path, monkeypatch: Any):
-    """Between two calls of who replaces it, where folders cannot change names in one."""
+    """It changes between two calls of its replacement, where two folders cannot be exchanged in one call."""
     monkeypatch.setattr(checkpoint_folder, "_exchange", lambda *_: False)
     target, other, rename = tmp_path / "step-00000001", tmp_path / "other", Path.rename
     _replace(target, 9, 1)
@@ -87,7 +88,7 @@ def test_a_target_that_comes_and_goes(when: str, tmp_path: Path, monkeypatch: An
 
 
 def test_a_lock_is_of_the_folder_that_is_there(tmp_path: Path, monkeypatch: Any):
-    """Another one has taken its place between opening and locking."""
+    """Another folder has taken its place between opening and locking."""
     path, open_file = tmp_path / "step-00000001", os.open
     path.mkdir()
 
@@ -103,7 +104,7 @@ def test_a_lock_is_of_the_folder_that_is_there(tmp_path: Path, monkeypatch: Any)
 
 
 def test_two_threads_abandon_a_checkpoint(tmp_path: Path, monkeypatch: Any):
-    """The lane on which a write has failed, and whoever asked for the save."""
+    """One is the lane on which a write failed; the other belongs to the caller of the save."""
     unfinished, remove, second = checkpoint_folder.UnfinishedCheckpoint(tmp_path / "step-1"), shutil.rmtree, []
     is_twice, wrong = threading.Event(), []
 
@@ -117,7 +118,7 @@ def test_two_threads_abandon_a_checkpoint(tmp_path: Path, monkeypatch: Any):
         if not second:
             second.append(threading.Thread(target=abandon))
             second[0].start()
-            is_twice.wait(0.2)  # or never
+            is_twice.wait(0.2)  # it may never be set
         else:
             is_twice.set()
         remove(*args, **options)
@@ -158,7 +159,7 @@ def _synced(fd: int) -> None:
 
 @pytest.mark.parametrize("lacks", ["room ahead", "direct I/O", "locks", "exchanges", "syncs of folders"])
 def test_filesystems_that_can_less(lacks: str, run: Any, tmp_path: Path, monkeypatch: Any):
-    """Files grow, go through the page cache, and are not held; what is saved is the same."""
+    """Files grow, go through the page cache, or are not locked; the saved state is the same."""
     open_file = os.open
 
     def opened(path: Any, flags: int, *args: Any, **options: Any) -> int:
@@ -189,7 +190,7 @@ def test_filesystems_that_can_less(lacks: str, run: Any, tmp_path: Path, monkeyp
 
 
 def test_the_working_directory_changes_meanwhile(run: Any, tmp_path: Path, monkeypatch: Any):
-    """Where a save was begun it is made, and older ones are removed there."""
+    """The save and the removal of older checkpoints happen where the save was begun."""
     model, optimizer = run
     (tmp_path / "elsewhere").mkdir()
     go_on, write = threading.Event(), checkpoint_file.CheckpointFile.write
@@ -212,7 +213,7 @@ def test_the_working_directory_changes_meanwhile(run: Any, tmp_path: Path, monke
 
 @pytest.mark.parametrize("of", ["elements", "dtype", "file"])
 def test_tensors_that_the_manifest_describes_otherwise(of: str, run: Any, tmp_path: Path):
-    """All checksums are right: whoever wrote it has changed both. Nothing of the model is."""
+    """All checksums are right, since file and manifest were changed together. The model is left untouched."""
     model, optimizer = run
     path = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1).wait()
     unit, name = path / "unit-00001.safetensors", "model.blocks.0.down.weight"
@@ -241,7 +242,7 @@ def test_tensors_that_the_manifest_describes_otherwise(of: str, run: Any, tmp_pa
 
 
 def test_who_exports_keeps_what_is_read(run: Any, tmp_path: Path, monkeypatch: Any):
-    """A run that goes on would remove it."""
+    """A run that goes on would otherwise remove it."""
     outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True)
     write = export_checkpoint_module.write_safetensors
 
@@ -266,7 +267,7 @@ def test_on_tmpfs(run: Any):
 
 
 def test_a_part_whose_folder_is_gone_says_who_may_have_removed_it(tmp_path: Path):
-    """As where a rank comes back behind the others, which waited for it in vain."""
+    """This happens to a rank that comes back after the others have waited for it in vain."""
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     part = PartOfCheckpoint(hidden, tmp_path / "step-1", is_direct=False)
@@ -275,3 +276,27 @@ def test_a_part_whose_folder_is_gone_says_who_may_have_removed_it(tmp_path: Path
         part.create("unit.safetensors", 8).write(8, lambda start, stop, to: None)
     part.stop()
     assert "other ranks gave the checkpoint up" in str(part.error(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [(OSError(28, "full"), False), (ClosedError(), True), (TimeoutError(), True), (KeyboardInterrupt(), True)],
+)
+def test_a_descriptor_that_a_thread_may_still_use_stays_open(error: BaseException, is_kept: bool, tmp_path: Path):
+    """The second Ctrl-C ends the wait for a thread; its write must not go to whatever file gets the number next."""
+    used: list[int] = []
+
+    class Pool:
+        is_direct = False
+
+        def run(self, write: Any, pieces: Any) -> None:
+            used.append(write.args[0])
+            raise error
+
+    with pytest.raises(type(error)):
+        CheckpointFile(tmp_path / "file", 10, cast(BlockPool, Pool())).write(10, lambda *_: None)
+    (descriptor,) = used
+    if is_kept:
+        os.close(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

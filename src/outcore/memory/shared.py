@@ -1,9 +1,9 @@
 """Memory that processes of one machine share.
 
-[Note: one copy in memory] The memory is an anonymous file without a name in any folder. One process makes it; the
-others open it through ``/proc`` of that process. It ends with the last mapping, however processes end, and the size of
-``/dev/shm`` does not limit it. All pages are taken when it is made, so that no process is killed later for lack of
-them.
+[Note: one copy in memory] The copy is an anonymous file in memory, without a name in any folder. One process makes
+it; the others open it through ``/proc`` of that process. It ends with the last mapping, however processes end, and the
+size of ``/dev/shm`` does not limit it. All pages are taken when it is made, so that no process is killed later for lack
+of them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,11 @@ class SharedMemory(Closing):
                 "that share a copy run on one machine, in one container, for one user. Set gather to 'link' in the "
                 "plan, or start them so"
             ) from error
-        return cls(descriptor, nbytes, address)
+        try:
+            return cls(descriptor, nbytes, address)
+        except OSError:
+            os.close(descriptor)
+            raise
 
     def settle(self) -> None:
         """Close the file, since all processes have joined; no other can join any more. Idempotent."""

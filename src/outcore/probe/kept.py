@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from outcore.device.device import Device
     from outcore.probe.links import Between
 
-PROBE_VERSION = "5"
+PROBE_VERSION = "6"
 """Version of the method of measuring. Measurements with another version are stale."""
 
 
@@ -145,8 +145,8 @@ class Machine:
         if kept is None:
             kept = self.measure("quick")
             _say(
-                f"this machine was measured for its plans, once, in some seconds, and that is kept in '{self.path}'; "
-                "outcore probe measures it better"
+                f"this machine was measured once, in a few seconds, to predict times of plans; the result is kept in "
+                f"'{self.path}'; outcore probe measures more accurately"
             )
         return kept.hardware
 
@@ -163,7 +163,7 @@ def _kept_in(path: Path) -> Measured | None:
     try:
         found = Measured.load(path)
     except ConfigError as error:
-        _say(f"the measurement of this machine is of no use: {error}")
+        _say(f"the measurement of this machine cannot be used: {error}")
         return None
     before, now = found.versions, versions()
     changed = [f"{name} was {before.get(name)}" for name, version in now.items() if before.get(name) != version]

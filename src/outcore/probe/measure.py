@@ -1,8 +1,9 @@
 """Measure this machine in some seconds: every link at several sizes, alone and beside each other one.
 
 [Note: what is shared] Links also run in pairs. Their remaining speeds tell how much each takes of what they share
-(``samples.parts``): host memory and, where the device is the CPU, the cores. The two directions of the bus have a
-figure of their own, and so have reading and writing of the drive.
+(``samples.parts``): host memory, and the cores that move bytes there. The two directions of the bus have a figure of
+their own, and so have reading and writing of the drive. Where the device is the CPU, compute runs beside each link,
+too, and what both keep of their speeds counts as it is (``planning.timing.fair``, [Note: cores]).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from outcore.probe.visits import visit_s
 from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.spec.hardware import BusPart, DevicePart, DiskPart, Hardware, HostPart
 from outcore.spec.lanes import Lane
+from outcore.spec.timeline import COMPUTE
 
 MIB = 2**20
 _OF_FREE = 16
@@ -37,6 +40,7 @@ _MOVED_BYTES = 28.0
 """Bytes that an update moves per parameter."""
 _KERNELS = 500
 _TIMES = 3
+"""Rounds in which links run alone and in pairs; the median of the rounds counts."""
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
 _BUS, _DISK = ("h2d", "d2h"), ("disk_write", "disk_read")
 
@@ -152,20 +156,28 @@ class _Probe:
         if self._device.computes_on_host:
             loads.append(work.products(self._device, _FLOAT32))
         usual = {load.link: self._rate(load) for load in loads}
-        alone = {load.link: self._best([load], {load.link: 1.0})[0] for load in loads}
-        pairs = itertools.combinations(loads, 2)
-        left = {(one.link, other.link): self._best([one, other], alone) for one, other in pairs}
+        rounds = [self._left(loads) for _ in range(_TIMES)]
+        left = {pair: tuple(map(median, zip(*(found[pair] for found in rounds), strict=True))) for pair in rounds[0]}
         return _Links({link: line(found) for link, found in points.items()}, usual, left)
 
     def _rate(self, load: Load) -> float:
         load.turn()  # so that kernels are chosen and memory is touched
         return usual_speed(load, self._effort.window_s)
 
-    def _best(self, loads: Sequence[Load], alone: Mapping[str, float]) -> tuple[float, ...]:
-        """Return the parts of speeds that remain while loads run. The best try counts: other programs only slow it."""
-        window_s = self._effort.window_s / 2
-        runs = (speeds(loads, window_s) for _ in range(_TIMES))
-        return max((tuple(found[load.link] / alone[load.link] for load in loads) for found in runs), key=sum)
+    def _left(self, loads: Sequence[Load]) -> dict[tuple[str, str], tuple[float, ...]]:
+        """Return the parts of their speeds that two loads keep beside each other, by links.
+
+        Speeds alone are measured in the same round, since a machine with other programs, or a virtual one, changes its
+        speed from minute to minute.
+        """
+        window_s, alone = self._effort.window_s / 2, dict[str, float]()
+        for load in loads:
+            alone |= speeds([load], window_s)
+        left: dict[tuple[str, str], tuple[float, ...]] = {}
+        for pair in itertools.combinations(loads, 2):
+            both = speeds(pair, window_s)
+            left[pair[0].link, pair[1].link] = tuple(both[load.link] / alone[load.link] for load in pair)
+        return left
 
     def _moves(self, store: DiskStore | None) -> dict[str, dict[int, Load]]:
         """Make loads of copies and transfers: link -> size -> load."""
@@ -211,12 +223,16 @@ def _bus(links: _Links) -> BusPart:
 
 def _host(links: _Links, visit: float, device: Device) -> HostPart:
     update = links.alone["update"]
+    # Of two links compute is the second one: it is measured last.
+    beside = {pair: [min(part, 1.0) for part in kept] for pair, kept in links.left.items() if COMPUTE in pair}
     return HostPart(
         memory_bytes=host_bytes() / (2 if device.has_host_memory else 1),
         bytes_per_s=max(update * _MOVED_BYTES, 2 * max(links.alone[link] for link in _BUS)),
         update_parameters_per_s=update,
         visit_s=visit,
-        parts=parts(links.left),
+        parts=parts({pair: kept for pair, kept in links.left.items() if COMPUTE not in pair}),
+        compute_left={link: kept[1] for (link, _), kept in beside.items()},
+        left_beside_compute={link: kept[0] for (link, _), kept in beside.items()},
         sources=_measured(HostPart)
         | {
             "memory_bytes": "half of host memory" if device.has_host_memory else "of the machine or the container",

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from outcore.core.errors import ConfigError
 from outcore.spec.text_file import Described, fields_of
 
-HARDWARE_VERSION = 1
+HARDWARE_VERSION = 2
 _MOST = 1e19
 """Largest rate or size that is accepted."""
 
@@ -68,8 +68,12 @@ class HostPart:
     visit_s: float = 0
     """Time that the engine takes for every visit of a unit."""
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Link, or ``compute`` -> part of host memory and cores that it takes at full speed. If none were measured, they
-    are derived from ``bytes_per_s``."""
+    """Link -> the part of host memory and cores that it takes at full speed. If none were measured, they are computed
+    from ``bytes_per_s``."""
+    compute_left: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Link -> the part of its speed that compute keeps while the link is busy, where the host computes."""
+    left_beside_compute: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Link -> the part of its own speed that it keeps meanwhile."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -124,7 +128,8 @@ _ZERO_IS_FINE |= {"plain_update_parameters_per_s"}
 _AT_MOST = {"both": 2.0, "runs_ahead": 1.0, "latency_s": 10.0, "visit_s": 10.0, "kernel_s": 10.0}
 _AT_MOST |= {"on_bus": 1.0, "through_host": 1.0, "devices_per_port": 64.0}
 _AT_LEAST = {"both": 0.5, "devices_per_port": 1.0}
-_SHARING = ("compute", "h2d", "d2h", "update", "disk_read", "disk_write")
+_SHARING = ("h2d", "d2h", "update", "disk_read", "disk_write")
+_PARTS = ("parts", "compute_left", "left_beside_compute")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +188,8 @@ def _refuse_numbers(data: Mapping[str, Any], where: str) -> None:
             if not isinstance(value, Mapping) or not all(isinstance(s, str) for pair in value.items() for s in pair):
                 raise ConfigError(f"{where}: sources: expected names of fields with sentences, but got {value!r}")
             continue
-        if name == "parts":
-            _refuse_parts(value, where)
+        if name in _PARTS:
+            _refuse_parts(value, f"{where}: {name}")
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         most, least = _AT_MOST.get(name, _MOST), _AT_LEAST.get(name, 0.0 if name in _ZERO_IS_FINE else 1.0)
@@ -196,7 +201,7 @@ def _refuse_parts(parts: object, where: str) -> None:
     """Refuse unknown names, and values that are not numbers from 0 to 1."""
     if not isinstance(parts, Mapping) or not all(name in _SHARING and _is_part(part) for name, part in parts.items()):
         raise ConfigError(
-            f"{where}: parts: expected numbers from 0 to 1 under names of {', '.join(_SHARING)}, but got {parts!r}"
+            f"{where}: expected numbers from 0 to 1 under names of {', '.join(_SHARING)}, but got {parts!r}"
         )
 
 

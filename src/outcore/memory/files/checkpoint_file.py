@@ -86,8 +86,10 @@ class CheckpointFile:
             if not begin:
                 reserve(fd, self.nbytes)
             self._pool.run(partial(self._write, fd, self._rest), pieces)
-        except (TimeoutError, ClosedError):
-            is_idle = False  # a thread may still write, so the descriptor must not be reused for another file
+        except BaseException as error:
+            # After these, and after a second Ctrl-C, a thread may still write: the descriptor must not become that of
+            # another file.
+            is_idle = isinstance(error, Exception) and not isinstance(error, TimeoutError | ClosedError)
             raise
         finally:
             if is_idle:
@@ -191,7 +193,7 @@ class PartOfCheckpoint:
     def error(self, error: OSError) -> OutcoreError:
         """Turn an error of the system into one for the user."""
         if error.errno == errno.ENOENT and not self.path.is_dir():
-            gone = "it was removed meanwhile; if other ranks gave the checkpoint up, theirs say why"
+            gone = "it was removed meanwhile; if other ranks gave the checkpoint up, their errors say why"
             error = FileNotFoundError(errno.ENOENT, gone)
         return disk_error(self._expected, error)
 
@@ -222,7 +224,7 @@ class PartOfCheckpoint:
     def clear(self) -> None:
         """Write nothing more, and remove the whole folder, since it will not be committed. Idempotent.
 
-        Every rank calls this: files that one rank still writes while another removes are gone when it has removed, too.
+        Every rank calls this: the last call also removes files that a rank still wrote during an earlier one.
         """
         self.stop()
         shutil.rmtree(self.path, ignore_errors=True)

@@ -98,7 +98,7 @@ class _Counter(TorchDispatchMode):
     """Adds up kernels by the unit that runs."""
 
     def __init__(self, model: nn.Module, *, may_be_causal: bool) -> None:
-        """Args: may_be_causal: Masks come from the model, and a run lets the kernel apply them. Shapes do not tell."""
+        """Args: may_be_causal: Masks are made by the model, and in a run the kernel makes them. Shapes do not tell."""
         super().__init__()
         self._may_be_causal, self._is_causal = may_be_causal, _has_causal(model)
         self.work: defaultdict[str, _Sums] = defaultdict(lambda: defaultdict(float))
@@ -135,7 +135,7 @@ class _Counter(TorchDispatchMode):
             return result
         if _ATTENTION in name:
             by_mask = self._may_be_causal and self._is_causal and len(given) > _OPERANDS
-            is_causal = by_mask or _is_causal(args, kwargs)
+            is_causal = by_mask or _is_causal(func, args, kwargs)
             work["attention_flops"] += attention_flops(*given[:_OPERANDS]) / (1 + is_causal)
         elif may_be_dear(func):
             flops = flops_of(func, args, kwargs, result)
@@ -157,6 +157,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-def _is_causal(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether attention is causal. By position, its only other switches are for backward or for tests."""
-    return kwargs.get("is_causal", any(arg is True for arg in args))
+def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of attention says that it is causal, by name or by position."""
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal"))

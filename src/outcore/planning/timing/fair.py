@@ -3,17 +3,27 @@
 Speeds are max-min fair. All speeds rise together, by equal bytes, until something is used up. The operations that use
 it keep the speed they have, and the others go on rising (D. Bertsekas, R. Gallager, "Data Networks", 2nd edition,
 6.5.2).
+
+[Note: cores] Where the host computes, compute shares its cores with lanes. It loses more than they take: all its
+threads wait for the one that gives way. With two threads on two cores, compute beside an update kept 0.26 of its speed,
+and the update 0.54. So the cores are a resource of their own. Compute alone uses them up, and a second of work on a
+link takes ``(1 - c) / v`` of them, where ``c`` and ``v`` are the parts of their speeds that compute and the link kept
+when both ran. Speeds rise in the proportion of ``c`` and ``v``, so two that run beside each other keep what was
+measured. Where nothing computes, links are as fast as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from outcore.planning.timing.rates import LINK_OF, LINKS, Rates
 from outcore.spec.timeline import LANES
 
 _NONE, _MOST = len(LINKS), len(LANES) + 1
+_COMPUTE = LINKS.index("compute")
+_LEAST_KEPT = 0.05
+"""Part of its speed that compute, or a link beside it, keeps at least, whatever noise made of a measurement."""
 _NUMBERS = {lane: LINKS.index(link) for lane, link in LINK_OF.items()}
 ONE = (*(_MOST**i for i in range(_NONE)), 0)
 """Link number -> one operation on that link, as a number whose digits count operations by link; 0 without a link."""
@@ -41,6 +51,11 @@ class Fair(dict[int, Sequence[float]]):
         self._rooms += [_Room(tuple(shared.parts.get(link, 0.0) for link in LINKS)) for shared in rates.shared]
         firsts = [next((s.parts[link] for s in rates.shared if s.parts.get(link)), 1.0) for link in LINKS]
         self._steps = [1.0 / first for first in firsts]  # so all take equal amounts of the first thing they share
+        cores, self._steps_beside = [1.0, *[0.0] * (len(LINKS) - 1)], [1.0, *self._steps[1:]]
+        for link, kept in rates.beside_compute.items():
+            i, (compute, own) = LINKS.index(link), (min(max(part, _LEAST_KEPT), 1.0) for part in kept)
+            cores[i], self._steps_beside[i] = (1 - compute) / own, own / compute
+        self._rooms_beside = [*self._rooms, _Room(tuple(cores))] if rates.beside_compute else []
 
     def __missing__(self, counts: int) -> Sequence[float]:
         self[counts] = (*self._fill(tuple(counts // one % _MOST for one in ONE[:_NONE])), 1.0)
@@ -49,15 +64,19 @@ class Fair(dict[int, Sequence[float]]):
     def _fill(self, counts: tuple[int, ...]) -> Sequence[float]:
         speeds = [0.0] * len(counts)
         rising = {i for i, count in enumerate(counts) if count}
+        is_beside = bool(self._rooms_beside) and counts[_COMPUTE] > 0
+        rooms, steps = (self._rooms_beside, self._steps_beside) if is_beside else (self._rooms, self._steps)
         while rising:
-            rise, full = min((self._left(room, counts, speeds, rising), i) for i, room in enumerate(self._rooms))
+            left = [_left(room, counts, speeds, {i: steps[i] for i in rising}) for room in rooms]
+            full = min(range(len(rooms)), key=left.__getitem__)
             for i in rising:
-                speeds[i] += rise * self._steps[i]
-            rising -= {i for i in rising if self._rooms[full].parts[i]}
+                speeds[i] += left[full] * steps[i]
+            rising -= {i for i in rising if rooms[full].parts[i]}
         return [min(speed, 1.0) if count else 1.0 for speed, count in zip(speeds, counts, strict=True)]
 
-    def _left(self, room: _Room, counts: tuple[int, ...], speeds: Sequence[float], rising: set[int]) -> float:
-        """Return how far the rising speeds can rise until a room is used up."""
-        used = sum(count * part * speed for count, part, speed in zip(counts, room.parts, speeds, strict=True))
-        taken = sum(counts[i] * room.parts[i] * self._steps[i] for i in rising)
-        return max(1.0 - used, 0.0) / taken if taken else float("inf")
+
+def _left(room: _Room, counts: tuple[int, ...], speeds: Sequence[float], steps: Mapping[int, float]) -> float:
+    """Return how far speeds can rise until ``room`` is used up. Args: steps: Link number -> its rise, if it rises."""
+    used = sum(count * part * speed for count, part, speed in zip(counts, room.parts, speeds, strict=True))
+    taken = sum(counts[i] * room.parts[i] * step for i, step in steps.items())
+    return max(1.0 - used, 0.0) / taken if taken else float("inf")

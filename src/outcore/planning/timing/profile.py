@@ -1,10 +1,10 @@
 """How much a model computes, from shapes alone: no weights, no forward.
 
 A unit's matrix products take two operations per parameter and token. Of the experts, only those count that a token is
-sent to. Attention takes four operations per pair of tokens and channel, and half as many if tokens see only earlier
-ones. Backward of attention computes the scores again (T. Dao, arXiv 2307.08691, section 3.1: 2.5 times its forward).
-Backward of a product takes two products. This is for models that cannot be followed; others are counted kernel by
-kernel (``timing.counted``).
+sent to. Attention takes four operations per pair of tokens and channel. It is taken to be causal, which leaves half of
+the pairs. Backward of attention computes the scores again (T. Dao, arXiv 2307.08691, section 3.1: 2.5 times its
+forward). Backward of a product takes two products. This is for models that cannot be followed; others are counted
+kernel by kernel (``timing.counted``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UnitTimes(NamedTuple):
     forward_s: float
     backward_s: float
     launch_s: float
-    """Seconds that the thread takes to launch the kernels of forward."""
+    """Seconds that the submitting thread takes to launch the kernels of forward."""
 
     def times(self, factor: float) -> UnitTimes:
         """Return the times for ``factor`` times as much work in the same number of kernels."""
@@ -54,7 +54,7 @@ class UnitWork:
     """FLOP of matrix products."""
     attention_flops: float
     frozen_flops: float = 0.0
-    """FLOP of products that backward need not do, because an operand requires no gradient."""
+    """FLOP of products that backward need not do, because operands require no gradient."""
     moved_bytes: float = 0.0
     """Bytes that all other kernels read and write."""
     kernels: float = 0.0
@@ -181,6 +181,11 @@ def rates_for(
         product_flops_per_s=device.bf16_flops,
         latency_s=latency,
         shared=tuple(shared),
+        beside_compute={
+            link: (host.compute_left[link], host.left_beside_compute[link])
+            for link in LINKS
+            if link in host.compute_left.keys() & host.left_beside_compute.keys()
+        },
         visit_s=host.visit_s,
         launch_s={n: computing.launch_s(w) for n, w in work.items()} if device.runs_ahead else {},
         host_runs_ahead=bool(device.runs_ahead),
@@ -226,7 +231,7 @@ class _Computing:
 
 
 def _parts_of(host: HostPart, bytes_per_s: Mapping[str, float]) -> dict[Link, float]:
-    """Return the parts of host memory that links take: measured ones, else by the bytes that they move there."""
+    """Return the parts of host memory that links take: measured ones, else computed from the bytes that they move."""
     parts: dict[str, float] = dict(host.parts)
     if not parts:
         parts = {link: bytes_per_s[link] / host.bytes_per_s for link in _IN_HOST_MEMORY if link in bytes_per_s}

@@ -27,7 +27,7 @@ Link = Literal[
 LINKS: tuple[Link, ...] = get_args(Link)
 Way = Literal["gather", "host gather", "copies", "host copies", "link", "node link"]
 """Ways of weights between ranks. ``gather``: new weights to all ranks. ``copies``: new weights to the ranks that have
-the same part. ``link``: parts that are put together."""
+the same part. ``link``: parts that are put together. ``host``: through host memory. ``node``: among ranks of a node."""
 
 LINK_OF: Mapping[str, Link] = {
     COMPUTE: "compute",
@@ -83,6 +83,8 @@ class Rates:
     """Link -> seconds that every operation takes in addition."""
     shared: tuple[Shared, ...] = ()
     """Everything that links share."""
+    beside_compute: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
+    """Link -> the parts of their speeds that compute and the link keep while both run, where the host computes."""
     visit_s: float = 0.0
     """Seconds that the engine takes on the submitting thread for every visit of a unit."""
     launch_s: Mapping[str, float] = field(default_factory=dict)
@@ -199,9 +201,9 @@ class Pace:
         """Return the seconds in which the host launches the kernels of a visit.
 
         A backward takes as long as a forward. Recompute takes as long again. If nothing is recomputed, hooks on each
-        kept tensor take as long, as measured. A plain plan has neither.
+        kept tensor take as long, as measured. In a plain plan there are no hooks.
         """
-        times = 2 if phase == "backward" and not self._is_plain else 1
+        times = 2 if phase == "backward" and (self._again_s[unit] or not self._is_plain) else 1
         return times * self._rates.launch_s.get(unit, 0.0)
 
     @property

@@ -45,7 +45,7 @@ from outcore.spec.lanes import Lane
 
 TOO_LARGE = (
     "a call saves more than the plan has room for on host or disk, and is recomputed in backward, which changes no "
-    "result; give outcore.prepare() the largest batch as sample=, and call it under autocast if forward is"
+    "result; give outcore.prepare() the largest batch as sample=, under autocast if forward runs under it"
 )
 """A warning, in the same words for all units, so that Python shows it once."""
 TAKEN = (
@@ -113,7 +113,7 @@ class _Packing:
         staying: Iterable[torch.Tensor],
         where: str,
     ) -> None:
-        """Args: device: The one they leave. room: Bytes for them. staying: Tensors whose memory the caller keeps."""
+        """Args: device: Storages leave it. room: Bytes for them. staying: Tensors whose memory the caller keeps."""
         self._unit, self._device, self._room, self._where = unit, device, room, where
         self._between = between
         self._staying = {0, *map(storage_of, staying)}
@@ -152,7 +152,7 @@ class _Packing:
         return self._casts[-1]
 
     def settle(self) -> None:
-        """Save casts of weights that the block has changed since; others can be made again. The block has run."""
+        """Save casts of weights that the block has changed since; others can be made again. Called after the block."""
         touched = self._unit.presence.watch.touched
         for cast in self._casts:
             tensor, cast.tensor, weight = cast.tensor, None, cast.weight
@@ -270,7 +270,7 @@ class Away:
         staying: Iterable[torch.Tensor],
         where: str,
     ) -> None:
-        """Args: device: The one it leaves. room: Bytes on its tier. staying: Tensors whose memory the caller keeps."""
+        """Args: device: Storages leave it. room: Bytes in the home. staying: Tensors whose memory the caller keeps."""
         self._unit, self._order, self._device, self._where = unit, order, device, where
         self._between = between
         self._is_alone = room == unit.plan.saved_bytes
@@ -315,7 +315,7 @@ class Away:
         return self._owner is not None and self._owner.lives
 
     def leave(self, target: Span) -> Callable[[], None]:
-        """Return the copy of its own storages to where they rest, or to a slot on the way there."""
+        """Return the deed that copies its own storages to where they rest, or to a slot on the way there."""
         storages, into = self._packing.storages.values(), target.memory.bytes
         mine = [(memory, start) for memory, start, lender in storages if lender is None]
         pairs = [(into[start : start + memory.numel()], memory) for memory, start in mine]
@@ -403,7 +403,7 @@ class Sender:
         """Begin a call. Returns None if the unit's home is full. Args: tensors: Arguments of the call."""
         room = self._order.room(self._unit.ledger)
         if not room:
-            warnings.warn(TAKEN, stacklevel=1)
+            warnings.warn(TAKEN, stacklevel=3)
             return None
         staying = [*self._buffers, *(t for t in tensors if not t.requires_grad or self._between.has(t))]
         return Away(self._unit, self._order, self._device, self._between, room, staying, self._where)

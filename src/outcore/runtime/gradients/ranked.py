@@ -76,7 +76,7 @@ class RankedGradients(Gradients):
         self._sent: list[_Sent] = []
         self._is_broken = False
         self._num_kept = 0
-        """Passes of this step whose gradients are not exchanged yet. See [Note: one exchange]."""
+        """Number of passes of this step whose gradients are not exchanged yet. See [Note: one exchange]."""
 
     def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
         """Take gradients that autograd made in the pass that is running now."""
@@ -113,7 +113,8 @@ class RankedGradients(Gradients):
     @property
     def _is_kept(self) -> bool:
         """Whether the pass that runs leaves its gradients in their buckets."""
-        return self._turns.order[0].unit.spec.keeps_bucket and self._num_kept + 1 < (self._accumulation_steps or 1)
+        keeps = any(gradients.unit.spec.keeps_bucket for gradients in self._turns.order)
+        return keeps and self._num_kept + 1 < (self._accumulation_steps or 1)
 
     def _reset(self) -> None:
         self._is_broken = self._is_broken or self._num_kept > 0  # sums of earlier passes are lost, too
@@ -195,7 +196,7 @@ class RankedGradients(Gradients):
             name = unit.spec.params[changed].name
             raise UnsupportedError(
                 f"expected no backward between a change of p.grad of '{name}' and optimizer.step(), but one came; with "
-                "several ranks the change was made to the mean over ranks: change gradients behind the last backward"
+                "several ranks the change was made to the mean over ranks: change gradients after the last backward"
             )
         self._count_pass(gradients, is_first=not held)
         gradients.version += 1
@@ -218,7 +219,7 @@ class RankWork(PassWork):
     """What is done with the gradients of one pass of a unit. See ``order.gradients.SharedWork``."""
 
     def __init__(self, world: World, number: int, *args: Any) -> None:
-        """Args: world: This rank and the others. number: The pass's, the same on all. args: As for ``PassWork``.
+        """Args: world: This rank and the others. number: The pass's, alike on all. args: As for ``PassWork``.
 
         This rank's pass may have given nothing. What is held is the same on all ranks.
         """
@@ -239,7 +240,7 @@ class RankWork(PassWork):
             copy_each([views[i] for i in loose], list(loose.values()))
 
     def exchange(self, bucket: Span, received: Span) -> Callable[[], None]:
-        """Return the exchange, all to all. Its bits name the turn and the backward, what is held, and what is sent."""
+        """Return the deed of the exchange, all to all. Bits beside it name the turn, what is held, and what is sent."""
         unit, world, present = self._unit, self._world, self._current.present
         numbers = (world.num_steps, self._number, unit.ledger.index)
         turn = b"".join(number.to_bytes(8, "little") for number in numbers)
@@ -255,8 +256,8 @@ class RankWork(PassWork):
                 steps, number = (int.from_bytes(said[other][i : i + 8], "little") for i in (0, 8))
                 raise OutcoreError(
                     f"rank {world.rank}: expected the same backward on all ranks, with the same gradients held before, "
-                    f"but at unit '{unit.label}' of backward {self._number} behind {world.num_steps} steps rank "
-                    f"{other} was in backward {number} behind {steps} steps"
+                    f"but at unit '{unit.label}' of backward {self._number} after {world.num_steps} steps rank "
+                    f"{other} was in backward {number} after {steps} steps"
                     f"{'' if (steps, number) != numbers[:2] else ', and holds others'}; all ranks must call "
                     "backward, step and zero_grad alike: end all, and go on from what was saved"
                 )
@@ -265,7 +266,7 @@ class RankWork(PassWork):
         return deed
 
     def add_runs(self, received: Span, target: Span) -> Callable[[], None]:
-        """Return the work that adds the runs up in rank order, in the update dtype."""
+        """Return the deed that adds the runs up in rank order, in the update dtype."""
         unit, held, self._gradients.is_native = self._unit, self._held, False
         on_host, runs, home = target.of.tier != "device", received.memory, target.memory
         factors = {i: [f.to("cpu") if on_host else f for f in h.factors] for i, h in held.items() if h.factors}
