@@ -360,7 +360,7 @@ def _prepare_rank(
             streamed.resumed = resumed.take_over(streamed)
         meet(world)
     except BaseException as error:
-        error.add_note(f"outcore.prepare() did not come to its end; {engine.attached.what_is_left()}")
+        error.add_note(f"outcore.prepare() did not finish; {engine.attached.what_is_left()}")
         engine.close()
         raise
     switch_off_checkpointing(model)

@@ -62,7 +62,7 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
             "preparation"
         )
     if optimizer is None and options.checkpoint is not None:
-        raise ConfigError("prepare: expected an optimizer with checkpoint=, whose states it has; leave checkpoint out")
+        raise ConfigError("prepare: expected an optimizer beside checkpoint=, but got none; pass one or leave both out")
     refuse_wrapped("prepare", model)
     refuse_prefixes(model)
     if optimizer is None:
@@ -71,7 +71,7 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     if earlier is not None:
         raise ConfigError(
             f"prepare: expected a new optimizer, but this {type(earlier).__name__} was prepared before, and its "
-            "states ended with that run; build a new one, and if the states are to go on, load the earlier "
+            "states ended with that run; build a new one, and to keep the states, load the earlier "
             "state_dict() into the optimizer that prepare returns for it"
         )
     names = {id(p): n for n, p in model.named_parameters()}

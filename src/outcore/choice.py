@@ -108,7 +108,7 @@ def plan_within(limits: Limits, cut: Partition, options: Options, device: Device
     check_plan(cut.spec, options.plan, limits)
     if options.compile is not False and any(unit.policy == "select" for unit in options.plan.units):
         raise ConfigError(
-            "compile: expected a plan without the policy 'select', under which compiled code would round otherwise; "
+            "compile: expected a plan without the policy 'select', under which compiled code would round differently; "
             "leave compile out, or give these units the policy 'keep' or 'recompute'"
         )
     if options.plan.plain and not options.clipping:
@@ -215,7 +215,7 @@ class Timed:
                 raise
             if device.activation_share:
                 warnings.warn(
-                    f"the plan leaves {device.activation_share:.0%} of the device to activations, since what they take "
+                    f"the plan leaves {device.activation_share:.0%} of the device to activations, since their size "
                     f"is not known: {error}",
                     stacklevel=2,
                 )
@@ -359,12 +359,12 @@ def _tier_of_activations(options: Options) -> AwayTier | None:
     if options.sample is None:
         raise ConfigError(
             "activations: expected sample= beside it, the largest micro-batch as keyword arguments of the model's "
-            "forward, from which the room that activations take is worked out, but got none"
+            "forward, which shows how much memory activations take, but got none"
         )
     if options.activations == "disk" and options.budget.disk is None:
         raise ConfigError(
             "activations: expected a folder for the disk tier beside activations='disk', but the budget has none; give "
-            "outcore.Budget(disk=...), --disk DIR in the command"
+            "outcore.Budget(disk=...), or --disk DIR in the command"
         )
     return options.activations
 

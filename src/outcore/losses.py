@@ -53,7 +53,7 @@ def chunked(model: _Model) -> _Model:
     if "labels" not in inspect.signature(owner.forward).parameters:
         raise ConfigError(
             f"chunked: expected a causal language model of Transformers, but the forward of this "
-            f"{type(owner).__name__} takes no labels; compute the loss by yourself"
+            f"{type(owner).__name__} takes no labels; compute the loss yourself"
         )
     if isinstance(owner.__dict__.get("forward"), _Forward):
         raise ConfigError(

@@ -96,7 +96,7 @@ def chosen(
     if is_fast and plan.accumulation_steps is None:
         raise ConfigError(
             "prepare: expected accumulation_steps with reduction='fast', which exchanges gradients with the last "
-            "micro-batch of a step, but it is not promised; pass it, or leave reduction out"
+            "micro-batch of a step, but got none; pass it, or leave reduction out"
         )
     return cut, plan
 

@@ -1,4 +1,4 @@
-"""``outcore checkpoint``: lists, verifies and prunes; damage is said, with status 1."""
+"""``outcore checkpoint`` lists, verifies and prunes; damage is reported, with status 1."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     data = bytearray(unit.read_bytes())
     data[-5000] ^= 4
     unit.write_bytes(data)
-    assert run(monkeypatch, capsys, "ls", str(folder))[0] == 0  # sizes alone
+    assert run(monkeypatch, capsys, "ls", str(folder))[0] == 0  # it looks at sizes alone
     status, out, _ = run(monkeypatch, capsys, "verify", str(folder))
     assert status == 1
     assert "damaged" in out.splitlines()[1]
@@ -51,13 +51,13 @@ def test_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     unit.unlink()
     status, out, _ = run(monkeypatch, capsys, "prune", str(folder), "--keep", "1")
     assert (status, out.splitlines()) == (0, [f"removed {folder / 'step-00000000'}"])
-    with pytest.warns(UserWarning, match="The one before is taken"):
+    with pytest.warns(UserWarning, match="The one before it is taken"):
         found, _ = small.find(folder)
     assert found.name == "step-00000001"
 
 
 def test_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """The best one stays, as with ``outcore train --keep``."""
+    """Pruning keeps the best checkpoint, as ``outcore train --keep`` does."""
     for step in (2, 4, 6, 8):
         unfinished = UnfinishedCheckpoint(tmp_path / f"checkpoint-{step}")
         best = {"best_model_checkpoint": str(tmp_path / "checkpoint-4")}
@@ -72,7 +72,7 @@ def test_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_verify_beside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """What is being read stays, and what the run has removed is no damage."""
+    """A checkpoint that is being read stays, and one that the run has removed does not count as damage."""
     look, seen = checkpoint.read_manifest, []
 
     def meanwhile(path: Path, *, check: bool) -> Manifest:

@@ -1,4 +1,4 @@
-"""``outcore dpo`` end to end: what it trains is what TRL's DPOTrainer trains, over all tiers, and it can be resumed."""
+"""``outcore dpo`` end to end: it trains what TRL's DPOTrainer trains, over all tiers, and it can be resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning",
 )
 
-# Windows of three batches, the last of an epoch short; a norm that is clipped; a schedule with a warmup.
+# Windows of three batches, of which the last in an epoch is short; a clipped norm; a schedule with a warmup.
 LOOP = {
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 3,
@@ -45,7 +45,7 @@ ALL_TIERS = {"device", "host", "disk"}
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with values of its own; dropout makes the order of random numbers count."""
+    """A saved model with random weights; dropout makes the order of random numbers matter."""
     folder = tmp_path_factory.mktemp("weights") / "model"
     torch.manual_seed(3)
     config = AutoConfig.for_model(**{**CONFIG, "attention_dropout": 0.1, "initializer_range": 0.1})
@@ -60,7 +60,7 @@ def pairs(tmp_path: Path) -> Path:
 
 
 def plain(weights: Path, folder: Path, rows: list[dict[str, Any]], evaluation: Any = None, **more: Any) -> DPOTrainer:
-    """The same job by TRL's trainer, everything in memory."""
+    """The same job, trained by TRL's trainer with everything in memory."""
     args = DPOConfig(
         output_dir=str(folder), save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=True,
         bf16=False, **{CHECKPOINTING: False}, per_device_eval_batch_size=1, **{**LOOP, **more},
@@ -84,7 +84,7 @@ def dpo(command: Run, weights: Path, data: Path, out: Path, *more: Any, **settin
 
 
 def assert_same_lines(out: Path, trainer: DPOTrainer) -> None:
-    """Everything that TRL logs, bit for bit."""
+    """Check that the output has everything that TRL logs, bit for bit."""
     bookkeeping = ("runtime", "per_second", "step", "epoch", "num_tokens", "learning_rate")
     for first in ("loss", "eval_loss"):
         mine = [line for line in read_jsonl(out / "metrics.jsonl") if first in line]
@@ -148,7 +148,7 @@ def test_adapters_need_no_reference_and_are_the_same_over_all_tiers(command, wei
 
 
 def test_conversations_and_prompts_inside_of_answers(command, weights, tmp_path):
-    """TRL takes the shared beginning as the prompt, too."""
+    """As TRL does, the shared beginning of both answers is taken as the prompt."""
 
     def answers(n: int) -> dict[str, Any]:
         asked = [{"role": "system", "content": "Short."}, {"role": "user", "content": f"{n}?"}]
@@ -198,7 +198,7 @@ def test_cut_rows_are_counted(command, weights, pairs, tmp_path):
         (("--data", "half"), "line 1: expected 'prompt' and 'chosen' and 'rejected', but found 'prompt', 'chosen'"),
         (("--data", "apart"), "line 1: expected a 'prompt', or that 'chosen' and 'rejected' begin with it"),
         (("--model", "config"), "expected a model with weights, of which the reference is a copy"),
-        (("--seq-len", "2"), "--data: expected rows with something to learn, but of all 7 nothing is left"),
+        (("--seq-len", "2"), "--data: expected rows with something to learn, but nothing is left of all 7"),
         (("--set", "loss_type=[sigmod]"), "--set loss_type: expected one of [0-9]+ words, .* did you mean 'sigmoid'"),
         (("--set", "f_divergence_type=kl"), "--set f_divergence_type: expected 'reverse_kl', .* but got 'kl'"),
         (("--set", "precompute_ref_log_probs=true"), "expected this to be left out.*the frozen reference is kept"),
@@ -237,7 +237,7 @@ def test_what_the_error_names_is_enough(command, weights, pairs, tmp_path):
 
 
 class TestSharing:
-    """Of a budget, with planners that need so much of each tier at least and take what they get up to the most."""
+    """How two planners share a budget. Each needs at least ``least`` of a tier and takes at most ``most``."""
 
     def planner(self, least: tuple[int, int], most: tuple[int, int]) -> reference.Planner:
         def plan(budget: Budget) -> Any:
@@ -252,7 +252,7 @@ class TestSharing:
         ("given", "want"),
         [
             ((200, 400), (20, 40)),  # in proportion
-            ((95, 200), (10, 22)),  # at least what it must have
+            ((95, 200), (10, 22)),  # the least that the second one needs
             ((90, 180), (10, 20)),
         ],
     )

@@ -1,4 +1,4 @@
-"""``outcore plan``: an answer without the machine, as text and as data; a plan that a run obeys; bad input refused."""
+"""``outcore plan``: an answer without the machine, as text and as data; a plan that a run follows; refusals."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ start.main()
 
 
 def test_the_command_by_itself_says_the_same_and_ends_at_once(command: Run, config_json: Path):
-    """With a second process, where there is a second core."""
+    """The command uses a second process where there is a second core."""
     asked = ("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
     done = subprocess.run([sys.executable, "-c", WHOLE, *map(str, asked)], capture_output=True, text=True, check=True)
     assert done.stdout == command(*asked).out + "closed\n"
@@ -79,7 +79,7 @@ def test_the_command_by_itself_says_the_same_and_ends_at_once(command: Run, conf
 
 @pytest.mark.parametrize(("name", "least", "most"), [("lion_32bit", 8, 8.6), ("adamw_8bit", 6, 11.8)])
 def test_what_an_optimizer_takes(command: Run, config_json: Path, name: str, least: float, most: float):
-    """Beside a master of 4 bytes. Of 8 bits embeddings and small parameters keep 32, and here most are small."""
+    """Bytes beside a 4-byte master. In 8 bits, embeddings and small parameters keep 32 bits; most here are small."""
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL, "--optim", name)
     assert done.status == 0, done.err
     said = next(line.split() for line in done.out.splitlines() if line.startswith("optimizer"))
@@ -161,7 +161,7 @@ def test_a_run_with_these_budgets_would_follow_the_same_plan(
         disk_size=None,
     )
     found = answer(asked)
-    monkeypatch.setattr(CpuDevice, "activation_share", 0.3)  # as an accelerator's
+    monkeypatch.setattr(CpuDevice, "activation_share", 0.3)  # as on an accelerator
     monkeypatch.setattr(CpuDevice, "has_host_memory", False)
     model = build_model(find_model(str(config_json)), "bf16")
     _, plan = plan_for(
@@ -183,7 +183,7 @@ def test_a_run_with_these_budgets_would_follow_the_same_plan(
 def test_a_model_is_followed_as_a_run_computes(
     command: Run, config_json: Path, monkeypatch: pytest.MonkeyPatch, precision: str, dtype: torch.dtype | None
 ):
-    """Which in fp16 is under autocast."""
+    """In fp16 a run computes under autocast."""
     seen, follow = set[torch.dtype | None](), planning.footprint_of
 
     def watched(*args: Any, **options: Any) -> Any:
@@ -206,7 +206,7 @@ def test_a_model_that_cannot_be_followed_is_told_by_its_parameters(
     monkeypatch.setattr("outcore.cli.plan.answer.counted_work", refuse)
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
     assert done.status == 0, done.err
-    assert "not followed, so that a share is left to them, and homes follow the rule: it needs values" in done.out
+    assert "of unknown size, so they get a share of the device, and homes follow the rule: it needs values" in done.out
 
 
 def test_a_run_of_a_model_that_cannot_be_followed_would_have_the_same_plan(
@@ -217,7 +217,7 @@ def test_a_run_of_a_model_that_cannot_be_followed_would_have_the_same_plan(
 
     monkeypatch.setattr("outcore.cli.plan.answer.counted_work", refuse)
     machine = known_hardware("rtx-4090+no-disk")
-    slow = dataclasses.replace(machine.host, update_parameters_per_s=1e3)  # else the device would update
+    slow = dataclasses.replace(machine.host, update_parameters_per_s=1e3)  # a search would let the device update
     dataclasses.replace(machine, host=slow).save(tmp_path / "hardware.json")
     found = answer(asked(config_json, tmp_path / "hardware.json", device_memory="700KiB"))
     assert {unit.update for unit in found.found.plan.units} == {"host"}
@@ -241,7 +241,7 @@ def asked(config_json: Path, hardware: Path | None, **more: object) -> Question:
 
 
 class TestThisMachine:
-    """Measured without an accelerator: both tiers have half of its memory."""
+    """Measured without an accelerator: each tier has half of the machine's memory."""
 
     @pytest.fixture(autouse=True)
     def _measured(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ class TestThisMachine:
         done = command("plan", *options)
         assert done.status == 2
         assert "measure this one with outcore probe --disk-dir" in done.err
-        assert "note: this machine was measured for its plans" in done.err
+        assert "note: this machine was measured once" in done.err
         Machine(None, (tmp_path,)).measure("whole")
         done = command("plan", *options)
         assert done.status == 0, done.err
@@ -280,7 +280,7 @@ def test_a_directory_needs_no_weights(command: Run, config_json: Path, tmp_path:
 
 @pytest.fixture
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A question that is asked again, to be answered in another form."""
+    """Answer each question once: a test asks again to get the answer in another form."""
     monkeypatch.setattr(planning, "answer", functools.cache(planning.answer))
 
 

@@ -1,4 +1,4 @@
-"""Settings of a training run: what a user may say, what is made of it, and what each mistake is answered with."""
+"""Settings of a training run: what a user may set, how it is resolved, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from outcore.integrations.versions import other_names
 
 from .conftest import CHECKPOINTING
 
-# The first import of the trainers' packages; their own warnings are not this test's.
+# The trainers' packages are first imported here; their own warnings are not this test's concern.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("_in_an_empty_folder")]
 
 JOB = {"model": "org/model", "data": "train.jsonl", "out": "run"}
@@ -42,7 +42,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def settle(yaml: str | bytes | None = None, *assignments: str, **flags: object) -> Settings:
-    """Resolve, with a whole job given by flags; a flag that is None is left out."""
+    """Resolve settings, with flags that give a whole job; a flag that is None is left out."""
     if yaml is not None:
         Path(CONFIG).write_bytes(yaml if isinstance(yaml, bytes) else yaml.encode())
     given = {name: value for name, value in (JOB | flags).items() if value is not None}
@@ -50,7 +50,7 @@ def settle(yaml: str | bytes | None = None, *assignments: str, **flags: object) 
 
 
 def refusal(*args: object, **flags: object) -> str:
-    """The message of what is refused, having checked that it is one line and that nothing was written or printed."""
+    """Return the message of a refusal. It is one line, and nothing was written or printed."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(ConfigError) as refused:
         settle(*args, **flags)
@@ -67,7 +67,7 @@ class TestFile:
         ("text", "words"),
         [
             ("learning_rate: [1", ["job.yaml, line 1, column 18", "expected YAML", "correct the file"]),
-            ("a: b: c\n", ["job.yaml, line 1, column 5: expected YAML, but this is none: mapping values"]),
+            ("a: b: c\n", ["job.yaml, line 1, column 5: expected YAML, but this is not YAML: mapping values"]),
             ("lr: 1e-4\n\tsteps: 3\n", ["expected YAML", "line 2"]),
             (b"# caf\xe9\nlr: 1\n", ["line 1", "expected text in UTF-8", "0xe9", "save the file"]),
             (b"lr: 1\n\nsteps: 2 # \xff\n", ["line 3", "UTF-8", "0xff"]),
@@ -129,7 +129,7 @@ class TestFile:
             resolve(Path("/dev/zero"), JOB, [])
 
     def test_is_found_wrong_before_the_trainers_are_imported(self):
-        """A typing mistake is answered at once: trl takes seconds."""
+        """A typing mistake is reported at once: importing trl takes seconds."""
         code = (
             "import sys\nfrom pathlib import Path\nfrom outcore.cli.train.settings.run_settings import resolve\n"
             "try: resolve(Path('no.yaml'), {}, [])\n"
@@ -453,7 +453,7 @@ class TestValues:
 
 
 def _beyond(limit: FieldInfo) -> Iterator[float]:
-    """Numbers just outside of it."""
+    """Yield numbers just outside of a limit."""
     for bound in limit.metadata:
         if isinstance(bound, Ge | Le):
             yield bound.ge - 1 if isinstance(bound, Ge) else bound.le + 0.5
@@ -463,7 +463,7 @@ def _beyond(limit: FieldInfo) -> Iterator[float]:
 
 @pytest.mark.parametrize("method", [FINE_TUNING, PREFERENCES], ids=lambda method: method.command)
 def test_no_library_judges_what_is_limited_here(method):
-    """Else the limit is theirs, and goes from the table."""
+    """A limit that a library checks itself should be removed from the table."""
     known = {field.name for field in dataclasses.fields(method.config_class())}
     limits = {k: limit for k, limit in schema._LIMITS.items() if k in known or k.startswith("lora.")}
     assert not [k for k, limit in limits.items() if all(_is_refused(k, value, method) for value in _beyond(limit))]
@@ -569,7 +569,7 @@ class TestContradictions:
         assert [word for word in words if word not in message] == [], message
 
     def test_a_second_gpu(self, monkeypatch):
-        """Two GPUs and DataParallel, as transformers would have it: told before the model is looked for."""
+        """Two GPUs would make transformers use DataParallel: this is refused before the model is looked for."""
         from transformers import TrainingArguments
 
         monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
@@ -585,7 +585,7 @@ class TestContradictions:
 
 class TestRun:
     def test_libraries_say_nothing_yet(self, capfd):
-        """What they warn of is said once, by the run itself; warnings are errors here."""
+        """The run itself passes the libraries' warnings on, once; here warnings are errors."""
         assert settle("pad_token: x\ntruncation_mode: keep_end\n").training["pad_token"] == "x"
         assert capfd.readouterr() == ("", "")
 
@@ -694,7 +694,7 @@ class TestRun:
         assert os.listdir() == [CONFIG]
 
     def test_every_field_can_be_set_to_its_default(self):
-        """The contract: every SFTConfig field is reachable. Those that the command decides take their default."""
+        """The contract: every SFTConfig field can be set. Fields that the command decides accept only their default."""
         import dataclasses
 
         import yaml

@@ -1,4 +1,4 @@
-"""Training data: every kind comes through unchanged and trains; everything else is one message with file and line."""
+"""Training data: every kind is read unchanged and trains; everything else is refused with file and line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"limit": 
 
 @pytest.fixture(autouse=True)
 def _no_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
-    """Whatever ends up in the libraries' own caches is a fault, except for data sets of the hub."""
+    """Nothing may end up in the libraries' own caches, except data sets of the hub."""
     home = tmp_path_factory.mktemp("home") / "datasets"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home)
     yield
@@ -169,7 +169,7 @@ class TestKinds:
 
 
 def write_hub_cache(folder: str, config: str, splits: dict[str, list[str]]) -> None:
-    """What ``datasets`` leaves behind after it has loaded a data set from the hub."""
+    """Write what ``datasets`` leaves behind after it has loaded a data set from the hub."""
     root = datasets.config.HF_DATASETS_CACHE
     place = root / folder / config / "0.0.0" / ("0" * 40)
     place.mkdir(parents=True)
@@ -190,7 +190,7 @@ def write_hub_cache(folder: str, config: str, splits: dict[str, list[str]]) -> N
 
 
 class TestTraining:
-    """What TRL makes of every kind: nothing is lost, and the loss is where it should be."""
+    """What TRL makes of every kind of data: nothing is lost, and the loss covers the right tokens."""
 
     def test_packed_text(self, tmp_path: Path):
         lines = [f"line {n} é\n" for n in range(8000)]
@@ -244,7 +244,7 @@ def tokenized(data: Data, **options: Any) -> datasets.Dataset:
 
 
 def learned(rows: datasets.Dataset) -> list[tuple[str, str]]:
-    """Of every row: what is read, and what is learned."""
+    """For each row: the text that is read, and the text that is learned."""
     decode = byte_tokenizer().decode
     return [(decode(row["input_ids"]), decode([n for n in row["labels"] if n != -100])) for row in rows]
 
@@ -359,7 +359,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "device": (lambda folder: Path("/dev/zero"), ("/dev/zero'", "pipe, socket or device")),
     "link to itself": (linked_to_itself, ("a.txt'", "symbolic links")),
     "link to nothing": (directory(lambda f: (f / "b.txt").symlink_to(f / "gone.txt")), ("b.txt'", "No such file")),
-    "link upwards": (directory(lambda f: (f / "up").symlink_to(f)), ("corpus/up'", "a folder that it is in itself")),
+    "link upwards": (directory(lambda f: (f / "up").symlink_to(f)), ("corpus/up'", "a folder that contains it")),
     "broken json": (file("a.jsonl", TEXT + '{"text": "x"\n'), ("a.jsonl', line 2", "one JSON object per line")),
     "no json": (file("a.jsonl", TEXT + "\nhello\n"), ("line 3", "one JSON object per line")),
     "pretty-printed json": (file("a.jsonl", "{\n"), ("line 1", "one JSON object per line")),

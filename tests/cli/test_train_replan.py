@@ -1,4 +1,4 @@
-"""``--replan``: another plan in the middle of a run, and the training that there would have been without."""
+"""``--replan``: another plan in the middle of a run, with the same training as without."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ STEPS, OFF_AT = 7, 5
 
 
 def slow_updates(*_: object) -> Hardware:
-    """The machine as it is when it is measured again: the device should update."""
+    """The machine when it is measured again: the device should do the updates."""
     return dataclasses.replace(MACHINE, host=dataclasses.replace(MACHINE.host, update_parameters_per_s=1e3))
 
 
 @pytest.fixture(autouse=True)
 def _same_models_are_followed_once(followed: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one kind, and with the same shapes: what they compute and save is the same."""
+    """Follow each kind of model with the same shapes once: what it computes and saves is the same."""
     for name in ("counted_work", "footprint_of"):
         monkeypatch.setattr(choice, name, partial(_follow_once, followed, getattr(choice, name)))
 
@@ -60,7 +60,7 @@ def followed() -> dict[Any, Any]:
 
 @pytest.fixture
 def train(command: Run, config_json: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Every step is far off."""
+    """Run a command whose steps all count as far off their prediction."""
     monkeypatch.setattr(predicted, "_OFF", -1.0)
     monkeypatch.setattr(predicted, "_FOR", 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -82,7 +82,7 @@ def plan_of(path: Path) -> Any:
 
 
 def trained(path: Path) -> tuple[bytes, list[tuple[float, float]]]:
-    """Weights, and losses and norms of all steps."""
+    """Weights, and the losses and norms of all steps."""
     lines = read_jsonl(path / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     weights = (path / "model" / "model.safetensors").read_bytes()
@@ -99,7 +99,7 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def runs() -> list[Plain]:
-    """The plain one, when it has run."""
+    """The plain run, once it has been made."""
     return []
 
 
@@ -188,7 +188,7 @@ def test_where_the_same_plan_is_the_best_it_stays(train, tmp_path, monkeypatch):
     assert done.status == 0, done.err
     assert "the plan stays the best one that is known" in done.out
     assert [line["step"] for line in read_jsonl(tmp_path / "other" / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert not list((tmp_path / "other").glob("checkpoint-*"))  # it did not stop for nothing
+    assert not list((tmp_path / "other").glob("checkpoint-*"))  # it did not stop in vain
 
 
 def test_a_run_that_was_killed_goes_on_with_another_plan(train, plain, tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_run_that_was_killed_goes_on_with_another_plan(train, plain, tmp_path,
     for step in (4, 6, STEPS):
         shutil.rmtree(tmp_path / "other" / f"checkpoint-{step}", ignore_errors=True)
     shutil.rmtree(tmp_path / "other" / "model")
-    (tmp_path / "other" / "checkpoint-3").mkdir()  # half-done
+    (tmp_path / "other" / "checkpoint-3").mkdir()  # incomplete
     (tmp_path / "other" / ".outcore-data-old").mkdir()
     done = train("other", *args, "--resume", "--replan")
     assert done.status == 0, done.err
@@ -219,7 +219,7 @@ def test_the_run_goes_on_where_there_is_no_memory_to_measure_in(train, monkeypat
 
 @pytest.mark.parametrize("fails_at", [OFF_AT + 1, OFF_AT + 2])
 def test_only_a_plan_that_makes_no_step_is_given_up(train, plain, tmp_path, monkeypatch, fails_at):
-    """Later errors are the run's own."""
+    """Later errors are raised as in any run."""
     step, built = SftTrainer.training_step, []
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ def test_another_checkpoint_is_not_gone_on_from(train, monkeypatch):
 
 
 def test_evaluations_are_those_of_the_plain_run(train, text, tmp_path):
-    """Stopping is no end of an epoch; it waits where one ends."""
+    """Stopping does not end an epoch, and waits where an epoch ends."""
     found = []
     short = tmp_path / "short.txt"
     short.write_text(" ".join(f"{n} bottles of beer" for n in range(20)))
@@ -326,7 +326,7 @@ def test_there_is_room_for_the_checkpoint(train, monkeypatch):
         (("--set", "logging_strategy=epoch"), "--replan: expected logging_strategy=steps"),
         (
             ("--eval-data", "{text}", "--set", "save_strategy=best", "--set", "eval_strategy=epoch"),
-            "--replan: expected a run that looks",
+            "--replan: expected a run that keeps no best",
         ),
     ],
 )
@@ -338,7 +338,7 @@ def test_bad_input_is_one_message(train, text, tmp_path, more, message):
 
 
 def test_times_that_nothing_predicts_are_refused(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(Timed, "predict", lambda *_: None)  # as where the model cannot be followed
+    monkeypatch.setattr(Timed, "predict", lambda *_: None)  # as for a model that cannot be followed
     done = train("other", "--replan")
     assert (done.status, done.err.count("Traceback")) == (2, 0)
     assert "--replan: expected a run whose times can be predicted" in done.err

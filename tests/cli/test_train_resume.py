@@ -1,4 +1,4 @@
-"""``--resume`` with other settings than the run had: each is used and said, or refused by name with both values."""
+"""``--resume`` with other settings: each is used and reported, or refused by name with both values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_makes_another_run_is_refused_with_both_values(resume, chats, tmp_path):
-    """Nothing is touched, and all of it is named."""
+    """Nothing is touched, and the message names every changed setting."""
     other_rows = write_jsonl(tmp_path / "other.jsonl", read_jsonl(chats)[1:])
     other_model = write_json(tmp_path / "other.json", {**CONFIG, "attention_dropout": 0.1})
     cases: list[tuple[dict[str, Any], str]] = [
@@ -69,7 +69,7 @@ def test_what_makes_another_run_is_refused_with_both_values(resume, chats, tmp_p
 
 
 def test_another_learning_rate_and_length_are_used_and_said(resume, tmp_path):
-    """The third step of six with twice the rate, as if the schedule had always been that one."""
+    """The third step of six has twice the rate, as if the schedule had always been this one."""
     done = resume(lr=2e-2, steps=6, max_grad_norm=0.5)
     assert done.status == 0, done.err
     said = done.out[done.out.index("Resume") :].splitlines()
@@ -94,7 +94,7 @@ def test_going_on_after_the_end_never_trains_with_rate_0(resume, tmp_path):
 
 
 def test_what_a_run_costs_and_tells_may_change(resume, chats, tmp_path):
-    """Checkpoints come as often as this run says; the same rows may have another name."""
+    """Checkpoints are saved as often as this run's settings say; the same rows may be in a file of another name."""
     moved = chats.rename(tmp_path / "moved.jsonl")
     more = {"device_memory": "1GiB", "save_every": 1, "keep": 9, "on_nonfinite": "skip", "eval_data": str(moved)}
     done = resume(**more, data=str(moved))
@@ -113,7 +113,7 @@ def test_what_a_run_costs_and_tells_may_change(resume, chats, tmp_path):
 
 def test_a_checkpoint_without_settings_is_said_and_a_damaged_one_refused(resume, tmp_path):
     file = tmp_path / "run" / "checkpoint-2" / "settings.json"
-    file.with_name("manifest.json").unlink()  # another program wrote it, or an older version
+    file.with_name("manifest.json").unlink()  # as if written by another program or an older version
     known = json.loads(file.read_text())
     assert (known["steps"], known["data"]["rows"], known["settings"]["learning_rate"]) == (4, 11, 1e-2)
     file.write_text("{}")
@@ -123,10 +123,10 @@ def test_a_checkpoint_without_settings_is_said_and_a_damaged_one_refused(resume,
 
 
 def test_a_damaged_checkpoint_is_said_and_set_aside(resume, tmp_path):
-    """The run goes on from the one before. Without one, nothing is begun anew over it."""
+    """The run goes on from the checkpoint before. If there is none, no new run begins over the damaged one."""
     out = tmp_path / "run"
     shutil.copytree(out / "checkpoint-2", out / "checkpoint-3")
-    (out / ".checkpoint-9.0123abcd.partial").mkdir()  # of a run that was killed inside a save
+    (out / ".checkpoint-9.0123abcd.partial").mkdir()  # of a run that was killed during a save
     states = out / "checkpoint-3" / "optimizer.safetensors"
     data = bytearray(states.read_bytes())
     data[-9] ^= 16
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_said_and_set_aside(resume, tmp_path):
         (out / f"checkpoint-{step}" / "settings.json").write_text("{}")
     done = resume()
     assert done.status == 2
-    assert "there is none that is as it was saved: " in done.err
+    assert "none is as it was saved: " in done.err
 
 
 def test_content_is_that_of_the_rows_not_of_their_storage():

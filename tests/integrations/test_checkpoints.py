@@ -1,4 +1,4 @@
-"""Saving and resuming: what is written, what is read, and that a resumed run is the run that was not interrupted."""
+"""Saving and resuming: what is written and read, and that a resumed run equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .rig import (
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
 
-SAVES = {"save_strategy": "steps", "save_steps": 3}  # of four steps, in the middle of the second epoch
+SAVES = {"save_strategy": "steps", "save_steps": 3}  # of four steps; step 3 is in the middle of the second epoch
 CHECKPOINT = "checkpoint-3"
 
 
@@ -46,7 +46,7 @@ def sft_lora(side, folder, *, parts=None, **changes):
 
 
 def history(trainer):
-    """Logs, without what counts from the beginning of a call of ``train``."""
+    """Logs without values that count from the beginning of a call of ``train``."""
     return [{k: v for k, v in entry.items() if not k.endswith("num_tokens")} for entry in logs(trainer)[:-1]]
 
 
@@ -63,11 +63,11 @@ def test_resumed_run_is_the_uninterrupted_run(job, tmp_path):
         whole.train()
         exactly(logs(whole), logs(plain))
     for origin in ("plain", "outcore"):
-        other = {} if job is sft_lora else {"model": llama(seed=8)}  # all its values come from the checkpoint
+        other = {} if job is sft_lora else {"model": llama(seed=8)}  # all values come from the checkpoint
         with streamed(tmp_path) as side:
             resumed = build(side, f"from {origin}", **other)
             if origin == "plain":
-                resumed.evaluate()  # prepares before there is a checkpoint
+                resumed.evaluate()  # so it prepares before it knows the checkpoint
             resumed.train(resume_from_checkpoint=str(tmp_path / origin / CHECKPOINT))
             assert tiers(resumed.model) == ALL_TIERS
             exactly(history(resumed), history(plain))
@@ -101,7 +101,7 @@ def test_model_on_the_meta_device(adapters, tmp_path):
             model = llama(seed=8)
         return job(side, tmp_path / folder, model=model, **SAVES)
 
-    if not adapters:  # whose first values would be other random numbers
+    if not adapters:  # the first values of adapters would be other random numbers
         with streamed(tmp_path, weights=saved) as side:
             whole = on_meta(side, "whole")
             whole.train()
@@ -175,7 +175,7 @@ def test_saving_before_anything_was_prepared(tmp_path):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Of steps 2 and 4."""
+    """Checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("checkpoints")
     with streamed(folder) as side:
         language(side, folder, save_strategy="steps", save_steps=2).train()
@@ -198,7 +198,7 @@ def resume(folder, tmp_path):
     ids=" ".join,
 )
 def test_incomplete_checkpoints(lost, said, checkpoints, tmp_path):
-    """The plain Trainer begins states and schedule anew, without a word, if one of them is missing."""
+    """If one of the files is missing, the plain Trainer silently starts states and schedule anew."""
     rest = tmp_path / "rest"
     shutil.copytree(checkpoints / "checkpoint-2", rest)
     for name in ("manifest.json", *lost):
@@ -237,7 +237,7 @@ def test_no_checkpoint_there(job, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(checkpoints, tmp_path):
-    """What a killed run left aside is no checkpoint."""
+    """The leftovers of a killed run do not count as a checkpoint."""
     folder = tmp_path / "run"
     shutil.copytree(checkpoints, folder)
     (folder / ".checkpoint-6.0123abcd.partial").mkdir()
@@ -247,7 +247,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(checkpoints, t
     states.write_bytes(data)
     with streamed(tmp_path) as side:
         resumed = language(side, folder, save_strategy="steps", save_steps=3, save_total_limit=1)
-        with pytest.warns(UserWarning, match="checkpoint-4.* of 'optimizer.safetensors' .* The one before is taken"):
+        with pytest.warns(UserWarning, match="checkpoint-4.* of 'optimizer.safetensors' .* The one before it is taken"):
             resumed.train(resume_from_checkpoint=True)
         assert [line["step"] for line in resumed.state.log_history if "loss" in line] == [1, 2, 3, 4]
     assert sorted(path.name for path in folder.iterdir() if "checkpoint" in path.name) == ["checkpoint-4"]
@@ -256,7 +256,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(checkpoints, t
 
 
 def test_nothing_is_there_until_all_of_it_is(tmp_path, monkeypatch):
-    """Whoever looks meanwhile, or after a failed save, finds those before; callbacks find the new one whole."""
+    """During a save or after a failed one only earlier checkpoints are visible; callbacks find the new one whole."""
     seen = []
 
     class Looks(TrainerCallback):
@@ -282,7 +282,7 @@ def test_nothing_is_there_until_all_of_it_is(tmp_path, monkeypatch):
 
 
 def test_a_signal_saves_as_in_the_plain_trainer(tmp_path, monkeypatch):
-    """Transformers' own way may save in the middle of a step: random numbers are then those of the middle, as there."""
+    """Transformers' own way may save in mid-step, with that moment's random numbers; the streamed Trainer does, too."""
 
     def stopped_and_resumed(side, folder):
         stopped = language(side, folder, enable_jit_checkpoint=True)

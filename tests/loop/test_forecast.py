@@ -1,4 +1,4 @@
-"""Plans in time: where the micro-batch and the machine are known, ``prepare`` takes the fastest one. Results stay."""
+"""Plans in time: if the micro-batch and the machine are known, ``prepare`` takes the fastest plan. Results stay."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TestTheFastest:
 
     @SUITS_THE_CPU
     def test_what_autocast_never_keeps_is_not_counted_on(self):
-        """Calls are recomputed under its cache of casts, however much room there is."""
+        """Calls are recomputed under autocast's cache of casts, however much room there is."""
         plan = dataclasses.replace(planned(hardware="none"), kept_bytes=2**30)
         assert not plan.plain
         assert any(unit.policy == "recompute" for unit in plan.units)
@@ -143,7 +143,7 @@ class TestTheFastest:
 
 
 class TestActivations:
-    """On a device that has memory of its own."""
+    """On a device with memory of its own."""
 
     @pytest.fixture(autouse=True)
     def _an_accelerator(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ class TestWhereItIsNotAsked:
         monkeypatch.setattr(kept, "measure", None)
 
     def test_everything_fits(self):
-        """Today's plan, at once: no other is faster."""
+        """The plan made without times is taken at once: no other is faster."""
         plan = planned(budget=outcore.Budget(device="1GiB", host="1GiB"))
         assert plan.plain
         assert plan == planned(budget=outcore.Budget(device="1GiB", host="1GiB"), hardware="none")
@@ -227,7 +227,7 @@ class TestTheMachine:
         monkeypatch.setattr(kept, "measure", lambda *_: slow_updates())
 
     def test_is_measured_once_and_that_is_said(self):
-        with pytest.warns(UserWarning, match="this machine was measured for its plans, once"):
+        with pytest.warns(UserWarning, match="this machine was measured once"):
             found = planned()
         assert found == planned() == planned(hardware=slow_updates())
 

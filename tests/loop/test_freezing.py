@@ -95,7 +95,7 @@ def test_adapters_that_come_later_are_refused_though_some_go_on_training(kind, t
         model.blocks[1].up.weight.requires_grad_(False)
         model.blocks[1].adapter = torch.nn.Linear(3, 3)
         model.loss(batch()).backward()
-        with pytest.raises(outcore.UnsupportedError, match=r"'blocks.1.adapter.weight' came later.*before prepare"):
+        with pytest.raises(outcore.UnsupportedError, match=r"'blocks.1.adapter.weight' was added .*before prepare"):
             optimizer.step()
         model.blocks[1].adapter.requires_grad_(False)
         optimizer.step()

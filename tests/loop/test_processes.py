@@ -1,4 +1,4 @@
-"""A group that comes after prepare, or a model that somebody replicates or shards: refused. See also tests/ranks."""
+"""A process group after prepare, or a model that is replicated or sharded: refused. See also tests/ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import outcore
 from .rig import Block, adamw, batch, make, prepared, train
 
 BARE = "prepare the bare model on every rank: outcore shares the work"
-FIRST = "prepare behind init_process_group, or under torchrun"
+FIRST = "prepare after init_process_group, or under torchrun"
 
 
 def refused(found, how=BARE):
@@ -38,7 +38,7 @@ def test_environment_of_a_launcher(size, rank, monkeypatch):
     model = make()
     with pytest.raises(outcore.ConfigError, match="prepare: expected MASTER_ADDR .* start with torchrun"):
         outcore.prepare(model, adamw(model))
-    train(model, adamw(model))  # nothing was changed
+    train(model, adamw(model))  # the refusal changed nothing
 
 
 @pytest.mark.parametrize("kind", ["device", "host"])
@@ -88,7 +88,7 @@ def test_part_of_a_model_wrapped_before_prepare():
 
 def test_fsdp_of_the_first_kind(monkeypatch):
     wrapper = type("FullyShardedDataParallel", (nn.Sequential,), {"__module__": "torch.distributed.fsdp"})
-    model = wrapper(make())  # the real one wants an accelerator
+    model = wrapper(make())  # the real one needs an accelerator
     with refused("but the model is wrapped in FullyShardedDataParallel"):
         outcore.prepare(model, adamw(model))
 
@@ -105,7 +105,7 @@ def test_replicated_after_prepare(kind, tmp_path):
         train(model, optimizer)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of fully_shard, about forward hooks
+@pytest.mark.filterwarnings("ignore::UserWarning")  # fully_shard warns about forward hooks
 @pytest.mark.usefixtures("world_of_one")
 def test_sharded_after_prepare(tmp_path):
     model = make()

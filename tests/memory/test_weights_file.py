@@ -1,4 +1,4 @@
-"""Weights go out and come back in the Hugging Face layout; damaged or hostile files are refused with a place."""
+"""Weights are written and read in the Hugging Face layout; damaged or hostile files are refused, with the place."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_round_trip_and_the_reference_reader_agree(tmp_path, max_shard_bytes):
     assert_same({name: weights.read(name) for name in weights.names()}, tensors)
     assert {name: weights.shape(name) for name in weights.names()} == {n: tuple(t.shape) for n, t in tensors.items()}
     assert weights.dtype("half") == torch.float16
-    # Readers that map the file make tensors in place, which an unaligned start would forbid.
+    # Readers that map the file make tensors in place, which needs aligned starts.
     assert all(entry.offset % entry.dtype.itemsize == 0 for entry in weights._entries.values())
     reference = {}
     for file in files:
@@ -95,7 +95,7 @@ def test_transformers_reads_what_we_write_and_we_read_what_it_writes(tmp_path):
 
 
 def test_a_new_save_leaves_nothing_of_an_older_one(tmp_path):
-    # from_pretrained prefers model.safetensors: a stale one would be loaded in place of the new shards.
+    # from_pretrained prefers model.safetensors: it would load a stale one instead of the new shards.
     tensors = {"a": torch.ones(10), "b": torch.ones(10)}
     kept = tmp_path / "model-notes.safetensors"
     kept.write_text("a person's")
@@ -198,7 +198,7 @@ F32 = {"dtype": "F32", "shape": [2]}
         (b"\xff\xfe{}", "cannot be parsed"),
         (b"[]", "expected a JSON object"),
         (b'{"a": 1}', "expected dtype, shape and data_offsets"),
-        (b'{"a": {}, "a": {}}', "a name stands there twice"),
+        (b'{"a": {}, "a": {}}', "a name occurs twice"),
         (header(a=F32), "expected dtype, shape and data_offsets"),
         (header(a=F32 | {"dtype": "F1", "data_offsets": [0, 8]}), "expected a dtype of F64"),
         (header(a=F32 | {"dtype": "C64", "data_offsets": [0, 8]}), "complex weights .C64. must be saved as real ones"),

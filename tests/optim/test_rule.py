@@ -1,4 +1,4 @@
-"""Optimizers of one's own: what the kit finds, and what a rule is in a plain loop."""
+"""A user's own optimizers: what the kit finds, and how a rule behaves in a plain loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .update_cases import assert_same_bits, random
 
 
 class Decaying(Rule):
-    """Needs all that a rule may have: a state, a number that goes on from step to step, a shape of its own."""
+    """Needs all that a rule may have: a state, a number that carries over from step to step, a shape of its own."""
 
     def __init__(self, params, lr=0.1, **more):
         super().__init__(params, {"lr": lr, **more})
@@ -61,7 +61,7 @@ class Spoiling(Decaying):
 
 
 class Chosen(Decaying):
-    """Matrices alone have a number, and a state in another dtype."""
+    """Only matrices have states: a number, and a state in another dtype."""
 
     def states(self, shape, settings):
         return super().states(shape, settings) if len(shape) == 2 else {}
@@ -80,7 +80,7 @@ class Wasteful(Decaying):
 
 
 def keeping(name="mine", settings=(), is_whole=False, **form):
-    """A rule that has one state of this form."""
+    """Return a rule that has one state of this form."""
 
     class Keeping(Forgetful):
         def __init__(self, params):
@@ -106,12 +106,12 @@ def test_what_is_right_passes(kind):
         (Wasteful, r"at most temporaries = 2 times .* but it made 3\.00 times as much \(torch.float32 of shape \(67"),
         (
             keeping("step"),
-            "of the state 'step' of Keeping a name other than step, master, master_codes, and no '_absmax' at its end",
+            "state 'step' of Keeping to have a name other than step, master, master_codes, and no '_absmax' at its end",
         ),
-        (keeping("master"), "of the state 'master' of Keeping a name other than"),
-        (keeping("mine_absmax"), "of the state 'mine_absmax' of Keeping a name other than"),
-        (keeping(dtype=torch.int64), r"of the state 'mine' of Keeping one of the dtypes .* but got torch\.int64"),
-        (keeping(shape=(1,)), r"of the state 'mine' of Keeping shape None or \(\), but got \(1,\); set is_whole"),
+        (keeping("master"), "state 'master' of Keeping to have a name other than"),
+        (keeping("mine_absmax"), "state 'mine_absmax' of Keeping to have a name other than"),
+        (keeping(dtype=torch.int64), r"state 'mine' of Keeping to have one of the dtypes .* but got torch\.int64"),
+        (keeping(shape=(1,)), r"state 'mine' of Keeping to have shape None or \(\), but got \(1,\); set is_whole"),
         (
             keeping(settings={"table": {}}.items()),
             "settings of a param group to be hashable .* 'table' is a dict:",
@@ -126,7 +126,7 @@ def test_what_is_wrong_is_said(make, message):
 
 
 def test_lion_is_that_of_the_paper():
-    """Program 1 of arXiv:2302.06675, written down once more."""
+    """Program 1 of arXiv:2302.06675, written out again."""
     weight, momentum = random(4097, 0), torch.zeros(4097)
     param = torch.nn.Parameter(weight.clone())
     optimizer = Lion([param], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
@@ -141,7 +141,7 @@ def test_lion_is_that_of_the_paper():
 
 
 def test_a_rule_is_an_ordinary_optimizer():
-    """Saved, loaded and gone on with."""
+    """It can be saved, loaded and stepped again."""
     params = [torch.nn.Parameter(random(65, 3)) for _ in range(2)]
     first, second = Decaying(params[:1]), Decaying(params[1:])
     params[0].grad = random(65, 4)
@@ -155,7 +155,7 @@ def test_a_rule_is_an_ordinary_optimizer():
 
 
 def test_states_keep_their_dtype_and_device_when_they_are_loaded():
-    """Torch casts them to the parameter's, whose device is another here than that of the numbers."""
+    """Torch's `load_state_dict` casts states to the parameter's dtype and device; here a number has another device."""
     param = torch.nn.Parameter(random(65, 3, torch.bfloat16))
     first = Decaying([param])
     param.grad = random(65, 4, torch.bfloat16)
@@ -176,7 +176,7 @@ def test_states_keep_their_dtype_and_device_when_they_are_loaded():
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
 def test_whole_parameters_are_not_cut_and_keep_their_strides(kind):
-    """Transposed; the gradient comes in another dtype, with a factor, and the scratch is far too small for it."""
+    """Transposed parameter; the gradient has another dtype and a factor, and the scratch is far too small for it."""
     param = torch.nn.Parameter(random(33 * 65, 0).view(65, 33).T)
     optimizer = kind([param], lr=0.1)
     rule = rule_for(optimizer)

@@ -1,4 +1,4 @@
-"""What can go wrong around a checkpoint: drives that fail, power that goes, bytes that change, processes that die."""
+"""What can go wrong around a checkpoint: drives that fail, power losses, bytes that change, processes that die."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Two checkpoints that nobody may change, and a model that they fit."""
+    """Two checkpoints that no test may change, and the folder they are in."""
     folder = tmp_path_factory.mktemp("saved")
     with small.prepared(small.build("plain", num_blocks=1), folder) as (model, optimizer):
         for step in (1, 2):
@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 class Fault:
-    """Lets one call fail, the one with a number: with an error, or by writing half of what it is given."""
+    """Makes the call with a given number fail, with an error or by writing only half of its data."""
 
     def __init__(self, number: int, *, is_short: bool) -> None:
         self._left, self._code = number, 0 if is_short else (errno.ENOSPC, errno.EIO)[number % 2]
@@ -74,7 +74,7 @@ class Fault:
 
 @contextmanager
 def _job(of: str, folder: Path) -> Iterator[tuple[Any, Any, Callable[[int], object]]]:
-    """A model, its optimizer, and what saves a step and keeps no other one."""
+    """A model, its optimizer, and a function that saves a step and keeps only that one."""
     model = small.with_adapters(small.build("llama")) if of == "adapters" else small.build("plain", num_blocks=1)
     checkpoints = folder / "c"
     with small.prepared(model, folder, "device" if of == "device" else "host") as (model, optimizer):
@@ -94,7 +94,7 @@ def _job(of: str, folder: Path) -> Iterator[tuple[Any, Any, Callable[[int], obje
 @pytest.mark.parametrize("is_short", [False, True])
 @pytest.mark.parametrize("of", ["host", "device", "trainer", "adapters"])
 def test_every_call_of_a_save_fails_once(of: str, is_short: bool, tmp_path: Path):
-    """The error is typed, the older checkpoint is whole, nothing stays behind, and training goes on bit for bit."""
+    """The error is typed, the older checkpoint is whole, nothing is left behind, and training goes on bit for bit."""
     folder, hit, failed, fault = tmp_path / "c", Counter[str](), 0, None
     with _job(of, tmp_path) as (model, optimizer, save):
         for number in range(1000):
@@ -102,7 +102,7 @@ def test_every_call_of_a_save_fails_once(of: str, is_short: bool, tmp_path: Path
                 small.train(model, optimizer, range(number // 8, number // 8 + 1))
             before, fault = found_in(folder), Fault(number, is_short=is_short)
             with warnings.catch_warnings(), watched(tmp_path, fault):
-                warnings.simplefilter("ignore")  # an older one that cannot be removed
+                warnings.simplefilter("ignore")  # an older checkpoint that cannot be removed
                 try:
                     save(number + 1)
                 except DiskError:
@@ -129,7 +129,7 @@ def test_every_call_of_a_save_fails_once(of: str, is_short: bool, tmp_path: Path
 
 
 def test_flipped_bytes(saved: Any):
-    """All of the manifest; of other files, many. None is believed."""
+    """All bytes of the manifest and many of the other files are changed. No change is accepted."""
     rng, path = random.Random(0), saved[0] / "step-00000002"
     text = (path / "manifest.json").read_bytes()
     flipped = (text[:i] + bytes([text[i] ^ 1 << rng.randrange(8)]) + text[i + 1 :] for i in range(len(text)))
@@ -158,7 +158,7 @@ def test_the_one_before_is_taken(saved: Any):
     file = source / "step-00000002" / "state.safetensors"
     text = file.read_bytes()
     file.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
-    with pytest.warns(UserWarning, match="step-00000002.*not those that were saved.*The one before is taken"):
+    with pytest.warns(UserWarning, match="step-00000002.*not those that were saved.*The one before it is taken"):
         assert small.find(source)[1].step == 1
     with pytest.raises(ConfigError, match="not those that were saved"):
         small.find(source, step=2)
@@ -188,7 +188,7 @@ FORKS = pytest.mark.skipif(small.DEVICE != "cpu", reason="lives are forked, and 
 @FORKS
 @pytest.mark.parametrize("options", ["--kills 4 --seed 5", "--of train --kills 1 --seed 2"])
 def test_killed_while_saving(options: str, tmp_path: Path):
-    """A loop with LoRA on disk, and ``outcore train`` with all weights there, until they are done."""
+    """A loop with LoRA on disk, and ``outcore train`` with all weights on disk, run until they are done."""
     said = _said_by(tmp_path, "outside/checkpoint_kills.py", *options.split())
     assert "| most lives in a row" in said
 
@@ -205,14 +205,14 @@ print(life.status, len(life.text), life.text[-13:])
 
 
 def test_a_life_with_much_to_say_ends(tmp_path: Path):
-    """The end of it is kept: of two bytes each, 4,081 letters and a half."""
+    """The end of a long error text is kept: 4,081 two-byte letters and a half."""
     said = _said_by(tmp_path, "-c", LOUD.format(folder=tmp_path / "life"))
     assert said.strip() == "1 4095 ? in the end"
 
 
 @FORKS
 def test_bytes_are_flipped_by_the_program(tmp_path: Path):
-    """In checkpoints of loops and of ``outcore train``."""
+    """The program covers checkpoints of loops and of ``outcore train``."""
     said = _said_by(tmp_path, "outside/flipped_bytes.py", "--flips", "20", "--every", "200")
     assert "| loaded | 0 | 0 | 0 |" in said
 
@@ -245,7 +245,7 @@ def test_memory_is_measured(tmp_path: Path):
     ],
 )
 def test_manifests_that_nobody_writes(change: Any, saved: Any):
-    """With a right checksum all the same."""
+    """They are refused although their checksum is right."""
     from outcore.spec.checkpoint import _signed
 
     text = (saved[0] / "step-00000002" / "manifest.json").read_text()
@@ -256,7 +256,7 @@ def test_manifests_that_nobody_writes(change: Any, saved: Any):
     assert changed != text
     fields = json.loads(changed)
     del fields["crc32"]
-    with pytest.raises(ValueError, match=r"in it|no file|file that|parts of|tensor|no checkpoint"):
+    with pytest.raises(ValueError, match=r"in it|an entry|cannot be a file|file that|parts of|tensor|no checkpoint"):
         Manifest.from_json(_signed(fields))
 
 
@@ -304,7 +304,7 @@ def test_who_reads_a_checkpoint_keeps_it(run: Any, tmp_path: Path):
 
 
 def test_who_reads_a_checkpoint_before_its_writer_is_done_keeps_it(run: Any, tmp_path: Path, monkeypatch: Any):
-    """It has its name, and the folder that it stands in is still to be synced."""
+    """The checkpoint has its name already, but its parent folder is still to be synced."""
     sync, reading = checkpoint_folder.sync, ExitStack()
 
     def read_first(path: Path) -> None:
@@ -323,7 +323,7 @@ def test_who_reads_a_checkpoint_before_its_writer_is_done_keeps_it(run: Any, tmp
 
 
 def test_who_reads_a_checkpoint_has_it_until_the_end(run: Any, tmp_path: Path, monkeypatch: Any):
-    """One of the same step takes its place behind that, and gives up where nobody ever ends."""
+    """Another save of the same step waits for the reader before it replaces the checkpoint, and finally gives up."""
     model, optimizer = run
     small.train(model, optimizer)
     outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
@@ -336,14 +336,14 @@ def test_who_reads_a_checkpoint_has_it_until_the_end(run: Any, tmp_path: Path, m
     assert read_manifest(save.wait(), check=True) != manifest
     monkeypatch.setattr("outcore.memory.files.checkpoint_folder.STALL_TIMEOUT_S", 0.1)
     with found(tmp_path / "c") as (path, manifest):
-        with pytest.raises(DiskError, match="EBUSY: somebody reads it for more than 0.1 s"):
+        with pytest.raises(DiskError, match="EBUSY: a reader has held it for more than 0.1 s"):
             outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
         assert read_manifest(path, check=True) == manifest
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-00000001"]
 
 
 def test_two_runs_save_into_one_folder(run: Any, tmp_path: Path):
-    """Nobody removes what the other one is writing."""
+    """Neither run removes what the other is writing."""
     with small.prepared(small.build("plain", num_blocks=1, seed=1), tmp_path) as other:
         saves = [outcore.save_checkpoint(*pair, tmp_path / "c", step=i) for pair in (run, other) for i in (1, 2)]
         for save in saves:
@@ -355,7 +355,7 @@ def test_two_runs_save_into_one_folder(run: Any, tmp_path: Path):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.EIO, "broken")])
 def test_a_load_that_is_cut_short(error: Any, run: Any, tmp_path: Path, monkeypatch: Any):
-    """Nobody trains a mixture; another load mends it."""
+    """A partly loaded state cannot be trained; another load repairs it."""
     model, optimizer = run
     small.train(model, optimizer)
     outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
@@ -390,7 +390,7 @@ def test_ctrl_c_while_small_files_are_written(run: Any, tmp_path: Path, monkeypa
 
 
 def test_a_forked_child_leaves_the_save_alone(run: Any, tmp_path: Path, monkeypatch: Any):
-    """Also if it closes what it has inherited."""
+    """The child may even close the model that it inherited."""
     go_on, model = threading.Event(), run[0]
     from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
 

@@ -1,4 +1,4 @@
-"""Weights on the device are saved while training goes on, and nobody can edit what is still to be copied."""
+"""Weights on the device are saved while training goes on, and no edit can reach what is still to be copied."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .test_library_files import saved_beside
 from .test_training_state import state_of
 
 PLANS = ("device", "plain", "resident")
-"""All on the device, updated unit by unit or as in a plain loop; and weights there, and the rest in host memory."""
+"""All on the device, updated unit by unit or as in a plain loop; weights on the device and the rest on the host."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def prepared(kind: str, model: Any, folder: Path, **options: Any) -> Iterator[An
 
 
 class Gate:
-    """Nothing that a lane writes is written before it is open."""
+    """Holds back all writes of the lanes until it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.opened, self.held = threading.Event(), []
@@ -65,7 +65,7 @@ def loss_of(model: Any, step: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama", "plain", "mixtral"])
 @pytest.mark.parametrize("kind", PLANS)
 def test_training_goes_on(kind: str, name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A whole forward and backward, before a byte of any home is written."""
+    """A whole forward and backward run before a byte of any home is written."""
     with prepared(kind, small.build(name), tmp_path) as (model, optimizer):
         small.train(model, optimizer, range(2))
         assert not [u.label for u in engine_of(model, "a test").units if u.presence.watch.is_shared]
@@ -124,7 +124,7 @@ EDITS: dict[str, Callable[[nn.Parameter], object]] = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("kind", PLANS)
 def test_who_edits_waits(kind: str, edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Between steps, behind a forward, and in a unit as in the root."""
+    """Edits come between steps and after a forward, in a unit and in the root."""
     with prepared(kind, small.build("plain"), tmp_path) as (model, optimizer):
         small.train(model, optimizer)
         want = state_of(model, optimizer)
@@ -147,7 +147,7 @@ def test_who_edits_waits(kind: str, edit: str, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_an_edit_that_came_before_is_saved(kind: str, tmp_path: Path):
-    """Though on an accelerator it is still to be made."""
+    """On an accelerator the edit may still be queued."""
     with prepared(kind, small.build("plain"), tmp_path) as (model, optimizer):
         small.train(model, optimizer)
         with torch.no_grad():
@@ -165,7 +165,7 @@ def test_an_edit_that_came_before_is_saved(kind: str, tmp_path: Path):
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_who_has_kept_the_data(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Where asking for it is seen, he is waited for. Elsewhere his edit fails the save, and the next one waits."""
+    """If taking ``.data`` is seen, the save waits for the unit. If not, the edit fails it, and the next save waits."""
     with prepared(kind, small.build("plain"), tmp_path) as (model, optimizer):
         kept = [model.embed.weight.data, model.blocks[1].down.weight.data]
         small.train(model, optimizer)
@@ -175,7 +175,7 @@ def test_who_has_kept_the_data(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
                 save = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1)
                 kept[1].add_(1)
                 gate.opened.set()
-                with pytest.raises(UnsupportedError, match=r"blocks\.1' that stay .* somebody who has kept"):
+                with pytest.raises(UnsupportedError, match=r"blocks\.1' that stay .* code that kept p"):
                     save.wait()
             assert not list((tmp_path / "c").iterdir())
         want, done, write = state_of(model, optimizer), [], CheckpointFile.write
@@ -194,7 +194,7 @@ def test_who_has_kept_the_data(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 class Clamped(small.Block):
-    """Keeps its own weights small."""
+    """Clamps its own weights in forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -211,7 +211,7 @@ def clamped() -> Any:
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_unit_that_edits_itself(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It is known from its first step on. Before, a save fails rather than be half of each."""
+    """It is known as such from its first step on. A save before that fails instead of mixing old and new values."""
     with prepared(kind, clamped(), tmp_path) as (model, optimizer):
         with monkeypatch.context() as patch:
             gate = Gate(patch)
@@ -235,7 +235,7 @@ def test_a_unit_that_edits_itself(kind: str, tmp_path: Path, monkeypatch: pytest
 
 
 class Halved(small.Block):
-    """Changes its own weights when it is told to, and nobody sees it."""
+    """Changes its own weights when it is told to, unseen through ``.data``."""
 
     is_due = False
 
@@ -247,7 +247,7 @@ class Halved(small.Block):
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_an_edit_behind_an_update_that_was_on_its_way(is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The first one of a unit: what is saved would have half of it, whichever comes first, the copy or the call."""
+    """A unit's first edit fails the save, which would have half of it, whether the copy or the call comes first."""
     torch.manual_seed(0)
     model: Any = small.Plain()
     model.blocks[1] = block = Halved(19)
@@ -265,7 +265,7 @@ def test_an_edit_behind_an_update_that_was_on_its_way(is_late: bool, tmp_path: P
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_everything_may_be_asked_for_meanwhile(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Gathered, saved, copied, closed: each waits or reads, and training's bits are those of a run without saves."""
+    """Gathering, saving, copying and closing wait or read; training's bits are those of a run without saves."""
     asks: list[Callable[[Any, Any], object]] = [
         lambda model, _: model.state_dict(),
         lambda model, _: [repr(p) for p in model.parameters()],
@@ -297,7 +297,7 @@ def test_everything_may_be_asked_for_meanwhile(kind: str, tmp_path: Path, monkey
 
 
 def test_sums_see_rows_that_change_places():
-    """Numbers that are sorted, negated or moved are others."""
+    """Rows that are swapped, reversed, shifted or negated change the sum."""
     values = torch.randn(64, 1001)
     before, moved = sum_of_words(values.flatten().view(torch.uint8)), values.clone()
     moved[[3, 41]] = values[[41, 3]]

@@ -1,4 +1,4 @@
-"""Several optimizers over one model: what a prepared model makes of their states, hooks, groups and defaults."""
+"""Several optimizers over one model: how a prepared model treats their states, hooks, groups and defaults."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_group_that_is_added_to_one_of_them_later_is_refused() -> None:
     with outcore.prepare(model, optimizers, budget=ROOM, device=DEVICE) as (model, optimizer):
         train(model, optimizer)
         optimizers[1].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, device=DEVICE))]})
-        with pytest.raises(ConfigError, match="was added to the .* among those that it was given, which nobody"):
+        with pytest.raises(ConfigError, match="was added later to the .* and would not be trained"):
             optimizer.step()
 
 

@@ -1,4 +1,4 @@
-"""Memory and disk over time: nothing grows from step to step, nothing is left after closing."""
+"""Memory and disk over time: nothing grows from step to step, and nothing is left after closing."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def prepared(folder: Path, width: int, depth: int) -> outcore.api.Prepared:
     model = Stack(width, depth)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     weights = sum(p.numel() * 4 for p in model.parameters())
-    # Of five times the weights, weights and all states, all tiers get some.
+    # Weights and states take five times the weights, so every tier is used.
     budget = outcore.Budget(device=2 * weights, host=2 * weights, disk=folder)
     return outcore.prepare(model, optimizer, budget=budget)
 
 
 def rss_bytes() -> int:
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the allocator holds back is not held by anybody
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that the allocator keeps is not in use
     return psutil.Process().memory_info().rss
 
 
@@ -87,7 +87,7 @@ def test_a_hundred_steps_do_not_grow(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:a call saves more than the plan:UserWarning")
 def test_two_hundred_steps_of_changing_shapes_do_not_grow(tmp_path: Path) -> None:
-    """With activations on disk, some of them larger than there is room for."""
+    """Activations are on disk, some of them larger than the room for them."""
     width, rows = 65, 40
     torch.manual_seed(0)
     model = Stack(width, depth=3)
@@ -127,7 +127,7 @@ def test_creating_and_closing_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == files
-    # One run takes about 70 MB: a single arena kept alive would show six times over.
+    # One run takes about 70 MB: a single arena kept alive would appear six times.
     assert rss_bytes() - before < 20e6
 
 
@@ -142,7 +142,7 @@ def test_a_closed_model_can_be_collected(tmp_path: Path) -> None:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, after: Callable[[int], object]) -> None:
-    """Call ``after`` with the number of units that were moved in, before each of them becomes absent."""
+    """Call ``after`` with the number of units moved in so far, before each of them becomes absent."""
     fill, count = attached.fill_unit, itertools.count(1)
 
     def filled(*args: Any) -> None:
@@ -154,7 +154,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, after: Callable[[int], object]) -> No
 
 def test_model_and_arenas_never_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    model, optimizer = prepared(tmp_path, 65, depth=6)  # what libraries load at first use is there before
+    model, optimizer = prepared(tmp_path, 65, depth=6)  # loads what libraries load at first use
     train(model, optimizer, 1, 65)
     outcore.close(model)
     watch(monkeypatch, lambda _: seen.append(resident_bytes()))
@@ -165,11 +165,11 @@ def test_model_and_arenas_never_stand_side_by_side(tmp_path: Path, monkeypatch: 
     taken = optimizer.plan.tier_bytes["device"] + optimizer.plan.tier_bytes["host"]
     try:
         assert weights > 90e6
-        assert resident_bytes() - before > 0.99 * taken  # all pages are there
+        assert resident_bytes() - before > 0.99 * taken  # all pages are resident
         assert max(*seen, resident_bytes()) - before < taken + 0.15 * weights
         train(model, optimizer, 3, 641)
         optimizer.engine.attached.held_back.give_back()
-        # Beside the plan: the scratch of the workers, the lanes' stacks, what torch keeps.
+        # Beyond the plan: the workers' scratch, the lanes' stacks, and what torch keeps.
         assert resident_bytes() - before < taken + 0.3 * weights
     finally:
         outcore.close(model)
@@ -203,8 +203,8 @@ def test_an_error_while_moving_says_what_is_left(tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt) as caught:
         outcore.prepare(model, torch.optim.AdamW(model.parameters()), budget=outcore.Budget(disk=tmp_path))
     assert caught.value.__notes__ == [
-        "outcore.prepare() did not come to its end; the parameters of 2 of 5 units had been moved and are gone (the "
-        "last unit: 'layers.0'), the others have their values still: build or load the model again"
+        "outcore.prepare() did not finish; the parameters of 2 of 5 units had been moved and are gone (the "
+        "last unit: 'layers.0'), the others still have their values: build or load the model again"
     ]
     for name in ("layers.1.up.weight", "layers.3.norm.bias"):
         assert torch.equal(model.get_parameter(name), twin.get_parameter(name))

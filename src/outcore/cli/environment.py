@@ -163,7 +163,7 @@ def _rows(found: Facts) -> Iterator[tuple[str, str]]:
     yield "host memory", f"{format_bytes(host['total'])}, {format_bytes(host['free'])} free, {limit}"
     yield "pinnable", "unlimited" if host["pinnable"] is None else f"{format_bytes(host['pinnable'])} (ulimit -l)"
     for disk in found["disks"]:
-        how = f"not for a disk tier: {disk['refused']}" if disk["refused"] else "direct I/O" * disk["direct"]
+        how = f"unfit for a disk tier: {disk['refused']}" if disk["refused"] else "direct I/O" * disk["direct"]
         what = f"{disk['filesystem'] or 'unknown file system'}, {format_bytes(disk['free'])} free"
         yield "disk", f"{disk['folder']}: {what}, {how or 'buffered I/O only'}"
     taken = found["default_budget"]

@@ -43,7 +43,7 @@ def _show_version(value: bool) -> None:  # noqa: FBT001 (Typer calls it)
 def outcore(
     *,
     version: Annotated[
-        bool, typer.Option("--version", help="Say the version and stop.", is_eager=True, callback=_show_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
     """Train models that do not fit: device, host and disk as one memory, with the results of the plain PyTorch loop."""
@@ -54,11 +54,11 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 250,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; the accelerator by default.")] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Folder of the disk tier; by default the first of a few that is on a disk.")
+        Path | None, typer.Option(help="Folder of the disk tier; by default one of a few that is on a disk.")
     ] = None,
     *,
     fit: Annotated[
-        bool, typer.Option("--fit", help="The largest Llama whose run is predicted to take at most three minutes.")
+        bool, typer.Option("--fit", help="Train the largest Llama predicted to take at most three minutes.")
     ] = False,
 ) -> None:
     """Train a small Llama on Python's own source over all three tiers, and compare with the plain loop."""
@@ -84,16 +84,16 @@ def env(
 def probe(
     *,
     disk_dir: Annotated[
-        list[Path] | None, typer.Option(help="Folder of the disk tier, to be measured too; may be given again.")
+        list[Path] | None, typer.Option(help="Folder of the disk tier, to measure it too; repeat it for more.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; the accelerator by default.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write the machine to, for --hardware.")
+        Path | None, typer.Option("--out", "-o", help="File to write the measurements to, for --hardware.")
     ] = None,
 ) -> None:
     """Measure this machine in under half a minute, for plans: links, updates, compute, and what they share.
 
-    Under torchrun, with one process per GPU, it also measures the links between them.
+    Under torchrun, with one process per GPU, it also measures their links.
     """
     from outcore.cli.probe import probe as measured
 
@@ -116,24 +116,24 @@ def plan(  # noqa: PLR0913 (one option each)
             "machine, as outcore probe measures it."
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
-    grad_accum: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a micro-batch.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 2048,
+    grad_accum: Annotated[int, typer.Option(min=1, help="Micro-batches in a step.")] = 1,
     nodes: Annotated[int, typer.Option(min=1, help="Machines of this kind that train together.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each, with such a batch and device each.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks per machine, with a batch and device each.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, bf16, pure_bf16 or fp16.")] = "bf16",
     lora: Annotated[int | None, typer.Option(min=1, help="Train LoRA adapters of this rank, not the weights.")] = None,
     load_in_4bit: Annotated[
         bool, typer.Option("--load-in-4bit", help="Under --lora: the base in 4 bits (nf4), with bitsandbytes.")
     ] = False,
     load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="The same in 8 bits.")] = False,
-    master_format: Annotated[str, typer.Option(help="Of fp32 masters beside bf16 weights: fp32 or compact.")] = "fp32",
+    master_format: Annotated[str, typer.Option(help="Of the masters beside bf16 weights: fp32 or compact.")] = "fp32",
     optim: Annotated[
-        str, typer.Option(help="Its name in Transformers: adamw_torch, adamw_8bit, lion_32bit; or muon.")
+        str, typer.Option(help="A name in Transformers: adamw_torch, adamw_8bit, lion_32bit; or muon.")
     ] = "adamw_torch",
-    clipping: Annotated[bool, typer.Option(help="Without it, updates may run inside backward.")] = True,
-    device_memory: Annotated[str | None, typer.Option(help="Such as 20GiB; by default 0.9 of what it has.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Such as 48GiB; by default 0.8 of what there is.")] = None,
+    clipping: Annotated[bool, typer.Option(help="Without clipping, updates may run inside backward.")] = True,
+    device_memory: Annotated[str | None, typer.Option(help="Such as 20GiB; by default 0.9 of its memory.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Such as 48GiB; by default 0.8 of host memory.")] = None,
     disk_size: Annotated[str | None, typer.Option(help="Such as 1TB; by default 0.9 of the disk.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write the plan to, for --plan of a run.")] = None,
     html: Annotated[Path | None, typer.Option(help="File to write a page to, for any browser.")] = None,
@@ -280,7 +280,7 @@ def verify_checkpoints(directory: _Directory) -> None:
 
 @checkpoints.command("prune")
 def prune_checkpoints(
-    directory: _Directory, *, keep: Annotated[int, typer.Option(min=1, help="So many of the newest stay.")]
+    directory: _Directory, *, keep: Annotated[int, typer.Option(min=1, help="Number of the newest to keep.")]
 ) -> None:
     """Read checkpoints from the newest on, keep the first ones that are as they were saved, and remove all older ones.
 
@@ -293,13 +293,13 @@ def prune_checkpoints(
 
 @app.command("export")
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: then the newest whole one.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them, for the newest whole one.")],
     directory: Annotated[Path, typer.Argument(help="Folder to write to: empty, or not there yet.")],
     *,
     form: Annotated[
         str, typer.Option("--format", help="hf: for from_pretrained. dcp: for torch.distributed.checkpoint.")
     ] = "hf",
-    merge: Annotated[bool, typer.Option("--merge", help="The base model with its adapters in it.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapters into the base model.")] = False,
 ) -> None:
     """Write a checkpoint's weights, or all of its state, in another format."""
     if form not in ("hf", "dcp"):

@@ -75,7 +75,7 @@ def _rows(machine: Hardware) -> Iterator[tuple[str, str]]:
     yield "device", f"{products}, attention {_ops(device.attention_flops)}"
     yield "", f"memory {_rate(device.bytes_per_s)}, {_updates(device.update_parameters_per_s)}"
     ways = f"{_rate(bus.h2d_bytes_per_s)} to the device, {_rate(bus.d2h_bytes_per_s)} back"
-    yield "bus", f"{ways}, both at once {bus.both:.2f} times one, {1e6 * bus.latency_s:.0f} us a copy besides"
+    yield "bus", f"{ways}, both at once {bus.both:.2f} times one, {1e6 * bus.latency_s:.0f} us more per copy"
     yield "host", f"{_updates(host.update_parameters_per_s)}, {1e6 * host.visit_s:.0f} us of the engine per visit"
     if disk is not None:
         ways = f"{_rate(disk.read_bytes_per_s)} read, {_rate(disk.write_bytes_per_s)} written"
@@ -83,7 +83,7 @@ def _rows(machine: Hardware) -> Iterator[tuple[str, str]]:
         yield "disk", f"{ways}, both at once {disk.both:.2f} times one, {size} free; {how}"
     if machine.links is not None:
         ways = f"{_rate(machine.links.bytes_per_s)} to a device, {_rate(machine.links.host_bytes_per_s)} to host memory"
-        yield "ranks", f"{ways} from others of the node, {1e6 * machine.links.latency_s:.0f} us an exchange besides"
+        yield "ranks", f"{ways} from others of the node, {1e6 * machine.links.latency_s:.0f} us more per exchange"
     if machine.network is not None:
         yield "network", f"{_rate(machine.network.bytes_per_s)} into a node"
     shared = ", ".join(f"{link} {part:.2f}" for link, part in host.parts.items())

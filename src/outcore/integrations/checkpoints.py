@@ -103,16 +103,16 @@ def refuse_incomplete(checkpoint: str) -> None:
     if missing:
         raise ConfigError(
             f"resume_from_checkpoint: expected a whole checkpoint in '{checkpoint}', but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not there, and training would go on differently without a word; "
+            f"{'is' if len(missing) == 1 else 'are'} not there, and training would silently go on differently; "
             "name a whole checkpoint, or begin anew from these weights: load the model from there and leave "
             "resume_from_checkpoint out"
         )
     _refuse_mixed(folder)
-    saved = {f"{RANDOM_STATE}.json", *(path.name for path in folder.glob(f"{RANDOM_STATE}*.pth"))}  # of plain ranks
+    saved = {f"{RANDOM_STATE}.json", *(path.name for path in folder.glob(f"{RANDOM_STATE}*.pth"))}  # or plain ones
     if not any((folder / name).is_file() for name in saved):
         warnings.warn(
-            f"resume_from_checkpoint: '{checkpoint}' has no {_PLAIN_RANDOM_STATE}, so dropout and the like go on with "
-            "other random numbers than the interrupted run",
+            f"resume_from_checkpoint: '{checkpoint}' has no {_PLAIN_RANDOM_STATE}, so dropout and the like draw "
+            "other random numbers than in the interrupted run",
             stacklevel=4,
         )
 

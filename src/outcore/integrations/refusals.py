@@ -57,7 +57,7 @@ def refuse_unranked(args: TrainingArguments) -> None:
         "save_on_each_node": (args.save_on_each_node, "drop it; all ranks write one folder, which all must see"),
         "accelerator_config.split_batches": (
             args.accelerator_config.split_batches,
-            "drop it, and give per_device_train_batch_size what a rank is to compute at once",
+            "drop it, and set per_device_train_batch_size to the rows that a rank computes at once",
         ),
         "enable_jit_checkpoint": (
             getattr(args, "enable_jit_checkpoint", False),

@@ -173,7 +173,7 @@ class OutcoreMixin(StreamedCheckpoints):
         is_over = isinstance(self.optimizer, StreamedOptimizer) and self.optimizer.engine.is_closed
         if is_over and (training or known is None):
             raise ConfigError(
-                f"{type(self).__name__}: expected a model that this Trainer prepared and nobody closed since, but "
+                f"{type(self).__name__}: expected a model that this Trainer prepared and that is still open, but "
                 "outcore.close() ended its run, or another Trainer took the model over; train with that one, or build "
                 "a new Trainer over the model, which goes on from its weights"
             )

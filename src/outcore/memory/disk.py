@@ -146,9 +146,9 @@ class DiskStore(Closing):
                 4 KiB.
 
         Raises:
-            DiskError: The read failed, or returned other bytes than were written; names file, owner and offset. After a
-                stall the store is unusable, and the drive may still write into ``memory``. After any other error
-                nothing is under way.
+            DiskError: The read failed, or returned other bytes than were written. The error names file, owner and
+                offset. After a stall the store is unusable, and the drive may still write into ``memory``. After any
+                other error nothing is under way.
         """
         self._transfer("read", extent, memory)
 
@@ -195,7 +195,7 @@ class DiskStore(Closing):
     def _check(self, extent: Extent, memory: torch.Tensor) -> None:
         if os.getpid() != self._pid:
             raise UnsupportedError(
-                f"disk store, '{extent.owner}': expected the process that opened it, but a forked child asks; "
+                f"disk store, '{extent.owner}': expected the process that opened it, but this is a forked child; "
                 "use the model in the process that prepared it"
             )
         if self._stalled is not None:

@@ -170,7 +170,7 @@ def checked_states(rule: Rule, shape: tuple[int, ...], settings: Settings) -> Ma
         elif state.shape and not rule.is_whole:
             expected = f"shape None or (), but got {state.shape}; set is_whole = True for others, and get whole weights"
         if expected is not None:
-            raise ConfigError(f"optimizer: expected of the state '{name}' of {type(rule).__name__} {expected}")
+            raise ConfigError(f"optimizer: expected state '{name}' of {type(rule).__name__} to have {expected}")
     return states
 
 

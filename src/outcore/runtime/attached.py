@@ -94,7 +94,7 @@ class Attached:
             return "all parameters had been moved and are gone: build or load model and optimizer again"
         return (
             f"the parameters of {len(self._moved)} of {len(self._engine.units)} units had been moved and are gone "
-            f"(the last unit: '{self._moved[-1].label}'), the others have their values still: build or load the model "
+            f"(the last unit: '{self._moved[-1].label}'), the others still have their values: build or load the model "
             "again"
         )
 
@@ -113,7 +113,7 @@ class Attached:
 
 
 def _put_back(attributes: dict[str, Any], forward: Any) -> None:
-    """Args: forward: The one that this very module had, as patches leave it; None: its class has it."""
+    """Restore ``forward``. Args: forward: The one that the module itself had, as patches do; None: its class's."""
     attributes.pop("forward", None)
     if forward is not None:
         attributes["forward"] = forward

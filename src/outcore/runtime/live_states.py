@@ -57,10 +57,10 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         return self._all_names(param, unit, index) if unit is not None and has_begun else ()
 
     def names_to_save(self, param: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of the states to save: those of ``names``, or all before the first step if one is a master.
+        """Return the names of the states to save: those of ``names``; before the first step the master, if any.
 
-        The rounded weight cannot bring a master back. A plain optimizer that loads first moments of 0 beside step 0
-        begins as without them.
+        The rounded weight cannot bring a master back. If there is a step count, all other states are saved beside it:
+        a plain optimizer that loads first moments of 0 beside step 0 begins as without them.
         """
         unit, index = self._place(param) or (None, 0)
         if unit is None or self.names(param):
@@ -109,7 +109,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         form = unit.ledger.state_specs[name].forms[index]
         if form is not None and form.format == "8bit":
             raise UnsupportedError(
-                f"optimizer.state: expected codes of 8 bits to be left alone, whose 0 is no moment of 0, but {name} of "
+                f"optimizer.state: expected codes of 8 bits to be left alone, whose 0 does not mean 0, but {name} of "
                 f"'{unit.spec.params[index].name}' was written; change {name}_absmax, which scales it, replace all "
                 "states of the parameter together, or let them begin anew: del optimizer.state[param]"
             )

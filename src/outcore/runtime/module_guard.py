@@ -113,7 +113,7 @@ class ModuleGuard:
                 refuse_wrapped("optimizer.step", self._engine.model)
                 raise UnsupportedError(
                     "expected the parameters that outcore.prepare() got, "
-                    f"but '{full_name}' was replaced or taken away since; resize embeddings, "
+                    f"but '{full_name}' was replaced or removed since; resize embeddings, "
                     "tie weights and add adapters before prepare"
                 )
         self._refuse_thawed()
@@ -135,7 +135,7 @@ class ModuleGuard:
         for name, param in self._engine.model.named_parameters():
             if param.requires_grad and id(param) not in self._engine.places:
                 raise UnsupportedError(
-                    f"expected the parameters that outcore.prepare() got, but '{name}' came later and others were "
+                    f"expected the parameters that outcore.prepare() got, but '{name}' was added later and others were "
                     "frozen; add adapters before prepare, and give it the optimizer that has them"
                 )
 
@@ -294,7 +294,7 @@ class _RefuseMoves:
 
 
 def _copies(function: Callable[[torch.Tensor], torch.Tensor], probe: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether a function only copies a tensor, as torch does for cpu:0, which Accelerate calls a rank's CPU."""
+    """Whether a function only copies a tensor: torch copies to cpu:0, which is Accelerate's name of a rank's CPU."""
     kept = (result.device, result.dtype, result.stride()) == (probe.device, probe.dtype, probe.stride())
     values = torch.frombuffer(bytearray(os.urandom(64)), dtype=torch.uint8)
     return kept and torch.equal(function(values.view(probe.dtype)).view(torch.uint8), values)

@@ -131,9 +131,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for one in self._originals:
             if any(id(group) not in mine for group in one.param_groups):
                 raise ConfigError(
-                    "optimizer: expected param groups that were there at outcore.prepare(), but one was added to the "
-                    f"{type(one).__name__} among those that it was given, which nobody would train; add it before "
-                    "prepare"
+                    "optimizer: expected param groups that were there at outcore.prepare(), but one was added later to "
+                    f"the {type(one).__name__} that prepare was given, and would not be trained; add it before prepare"
                 )
 
     def _is_infinite(self) -> bool:
@@ -295,8 +294,8 @@ class _Refusal:
         if optimizer in self._originals:
             raise UnsupportedError(
                 "expected the optimizer that outcore.prepare() returned, but step(), state_dict() or "
-                "load_state_dict() of the one that was given to it was called, which has neither weights nor states "
-                "any more; write 'model, optimizer = outcore.prepare(model, optimizer)'"
+                "load_state_dict() of the given one was called, which no longer has weights or states; "
+                "write 'model, optimizer = outcore.prepare(model, optimizer)'"
             )
         places = {} if mine.engine.is_closed else mine.engine.places
         place = next((places[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in places), None)

@@ -80,7 +80,7 @@ class Save:
         Args:
             path: Where it will be.
             abandon: Removes what was written. Idempotent.
-            told: Makes the error for the user of an ``OSError``.
+            told: Turns an ``OSError`` into the error for the user.
             stop: Ends writing but removes nothing: other ranks may still write, and must not find it gone. Idempotent.
         """
         self.path = path
@@ -124,7 +124,7 @@ class Save:
 
     def give_up(self) -> None:
         """Fail the save, unless it is as good as durable: a run that is ended at once does not wait for it."""
-        self.fail(OutcoreError("expected a save that is waited for, but the run was ended at once"))
+        self.fail(OutcoreError("expected to wait for the save, but the run was ended at once"))
         self.is_told = True
 
     def refuse_missing(self) -> None:
@@ -284,8 +284,7 @@ class Saves:
                     self.edited.add(name)
                     raise EditedError(
                         f"save: expected weights of unit '{name}' that stay as they are until they are copied, but its "
-                        "forward changes them, or somebody who has kept what p.data gave him; save with wait=True "
-                        "before they change"
+                        "forward changes them, or code that kept p.data; save with wait=True before they change"
                     )
 
         return copied

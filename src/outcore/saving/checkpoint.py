@@ -394,14 +394,14 @@ def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest,
     if frozen.keys() != manifest.frozen.keys():
         name = min(frozen.keys() ^ manifest.frozen.keys())
         raise ConfigError(
-            f"checkpoint '{path}': expected the same parameters to be frozen, but '{name}' is so only "
+            f"checkpoint '{path}': expected the same parameters to be frozen, but '{name}' is frozen only "
             f"{'here' if name in frozen else 'there'}; build the model as in the run that saved it"
         )
     for name, checksum in frozen.items():
         if checksum != manifest.frozen[name]:
             raise ConfigError(
                 f"checkpoint '{path}': expected the frozen parameters that it was trained with, but '{name}' has other "
-                "values; build the model from the weights that the run which saved it began with"
+                "values; build the model from the weights with which the saved run began"
             )
     for name, said in _wrappings(engine.model).items():
         if manifest.wrapped.get(name, said) != said:

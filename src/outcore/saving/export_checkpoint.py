@@ -45,7 +45,7 @@ def export_checkpoint(source: Path, directory: Path, form: Format, *, merge: boo
         directory: Created if missing.
         form: ``hf`` writes weights and configuration as ``from_pretrained`` reads them; for a model with adapters, it
             writes the adapters. ``dcp`` writes ``model`` and ``optimizer`` by name, as
-            ``torch.distributed.checkpoint`` reads them. Where there are master weights, it writes them as the weights.
+            ``torch.distributed.checkpoint`` reads them; master weights, if there are any, are written as the weights.
         merge: For a model with adapters, write its base model with the adapters merged in.
 
     Raises:
@@ -200,7 +200,7 @@ def _merged(saved: _Saved, model: Any, adapters: Path) -> Any:
         elif want != (full_checksum(param) if is_quantized else zlib.crc32(sample_of(param))):
             raise ConfigError(
                 f"--merge: expected the base model that the adapters were trained on, but of '{base}' the weight "
-                f"'{name}' has other values; put the base model's files back that the run had"
+                f"'{name}' has other values; put back the files of the base model that the run had"
             )
     if unknown:
         warnings.warn(

@@ -126,7 +126,7 @@ def newest_whole(
                 return newest_whole(there, read, holding)
             if path == paths[-1]:
                 raise
-            warnings.warn(f"{damaged}. The one before is taken", stacklevel=7)
+            warnings.warn(f"{damaged}. The one before it is taken", stacklevel=7)
     return None
 
 

@@ -203,7 +203,7 @@ def check_adapters(model: nn.Module, directory: str | Path) -> None:
         if kind == "ADALORA" and PeftConfig.from_pretrained(str(folder)).rank_pattern:
             raise UnsupportedError(
                 f"weights '{directory}': expected adapters of the shapes that they have here, but of adapter '{name}' "
-                "(ADALORA) the ranks are settled and its tensors have shrunk; train it in one run"
+                "(ADALORA) the ranks are settled and the tensors have shrunk; train it in one run"
             )
         if kind == "P_TUNING":
             raise UnsupportedError(
@@ -226,7 +226,7 @@ def _has_adapter(folder: Path) -> bool:
 
 
 def trained_params(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Unit, int]]]:
-    """Yield every trained parameter by name, in the order of the param groups."""
+    """Yield name, unit and index of every trained parameter, in the order of the param groups."""
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         unit, i = optimizer.engine.places[id(param)]
         if i < unit.num_trainable:

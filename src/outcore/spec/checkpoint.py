@@ -89,7 +89,7 @@ class Manifest:
             raise ValueError(f"it does not say that it is an '{_FORMAT}'")
         fields.pop("crc32", None)
         if _signed({"format": _FORMAT, **fields}) != text:
-            raise ValueError("its checksum is another one")
+            raise ValueError("its checksum does not match")
         try:
             manifest = cls(
                 step=fields["step"],
@@ -103,7 +103,7 @@ class Manifest:
             )
             manifest._refuse_unfit()
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"something in it is missing, or is something else: {error!r}") from error
+            raise ValueError(f"an entry is missing, or is of another kind: {error!r}") from error
         return manifest
 
     def _refuse_unfit(self) -> None:
@@ -112,7 +112,7 @@ class Manifest:
         for name, blocks in self.files.items():
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or str(path) != name or name in (".", MANIFEST_NAME):
-                raise ValueError(f"'{name}' is no file of a checkpoint")
+                raise ValueError(f"'{name}' cannot be a file of a checkpoint")
             if any(block.nbytes > BLOCK_BYTES for block in blocks):
                 raise ValueError(f"a block of '{name}' is too large")
             numbers += [number for block in blocks for number in block]
@@ -120,14 +120,14 @@ class Manifest:
             if any(part.file not in self.files for part in record.parts):
                 raise ValueError(f"tensor '{name}' lies in a file that it does not list")
             if record.order is not None and sorted(record.order) != list(range(len(record.shape))):
-                raise ValueError(f"tensor '{name}' has no such order of dimensions")
+                raise ValueError(f"tensor '{name}' has an invalid order of dimensions")
             if [p.start for p in record.parts] + [math.prod(record.shape)] != [0, *(p.stop for p in record.parts)]:
                 raise ValueError(f"parts of tensor '{name}' do not follow one another")
             numbers += [*record.shape, *(n for part in record.parts for n in part[1:])]
         if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError("a number in it is none of a checkpoint")
+            raise ValueError("a number in it is not a non-negative integer")
         if not all(isinstance(group, dict) for group in self.groups):
-            raise ValueError("a param group in it is none")
+            raise ValueError("a param group in it is not an object")
 
 
 def _signed(fields: Mapping[str, Any]) -> bytes:

@@ -116,7 +116,7 @@ class UnitPlan:
             raise ConfigError(
                 f"{where}: gather 'host': expected weights in host memory with partition 'node', of which the ranks of "
                 f"a machine share one copy, but got weights={self.weights}, partition={self.partition}; set gather to "
-                "'link', or the others"
+                "'link', or change the others"
             )
 
     def _check_activations(self, where: str) -> None:

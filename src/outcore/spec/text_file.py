@@ -65,7 +65,7 @@ class Described(ABC):
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: expected a {cls.what} as JSON text, but it is none: {error}") from error
+            raise ConfigError(f"{where}: expected a {cls.what} as JSON text, but this is not JSON: {error}") from error
         return fields_of(cls, data, where)
 
 

@@ -61,7 +61,7 @@ def fits(question: Question, known: Sequence[Known]) -> Fits:
 
 
 def _none_fits(known: Sequence[Known], error: PlanInfeasibleError) -> PlanInfeasibleError:
-    """Args: error: The error of the smallest model."""
+    """Return the error if no model fits. Args: error: The error of the smallest model."""
     return PlanInfeasibleError(
         f"--fit: expected a machine that trains one of {len(known)} known models, but even {known[-1].name} does not "
         f"fit:\n{error}",
@@ -78,9 +78,9 @@ def to_text(found: Fits) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     asked = found.question
     batch = f"{asked.grad_accum} x " if asked.grad_accum > 1 else ""
-    ranks = f"{asked.ranks.size} ranks ({asked.ranks}, of which sizes are one's) with " if asked.ranks.size > 1 else ""
+    ranks = f"{asked.ranks.size} ranks ({asked.ranks}; sizes are per rank) with " if asked.ranks.size > 1 else ""
     batch = f"{ranks}{batch}{asked.batch_size} x {asked.seq_len}"
-    first = f"{found.machine}: the largest that it trains, as predicted for {batch}"
+    first = f"{found.machine}: the largest models that it trains, as predicted for {batch}"
     return "\n".join([f"{first} tokens in {asked.precision}", "", *lines, *_too_large(found)])
 
 

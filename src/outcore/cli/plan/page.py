@@ -28,16 +28,16 @@ _PARTS = {
 }
 _SAVED = {
     "keep": "activations kept",
-    "select": "what is dear to compute kept",
+    "select": "costly results kept",
     "recompute": "computed again in backward, its arguments kept",
 }
 _LANES = {
     "h2d": "brings bytes from host memory to the device",
-    "write_back": "brings new weights there",
+    "write_back": "brings new weights to the device",
     "d2h": "takes gradients and activations to host memory",
-    "update": "is what the processor updates and adds up",
-    "states_h2d": "brings states to an update on the device",
-    "device_update": "is that update",
+    "update": "runs updates and sums on the processor",
+    "states_h2d": "brings states to the device for an update",
+    "device_update": "runs updates on the device",
     "states_d2h": "takes states and new weights back",
     "weights_read": "reads weights from disk",
     "states_read": "reads states and gradients",
@@ -45,10 +45,10 @@ _LANES = {
     "states_write": "writes states",
     "reduce": "exchanges gradients between ranks",
     "gather": "exchanges new weights",
-    "link": "puts cut weights together",
+    "link": "gathers weights that are cut over ranks",
 }
 """What each lane does."""
-_EFFORTS = {1: "an option of the run", 2: "a part that is added", 3: "a part that is replaced", 4: "another device"}
+_EFFORTS = {1: "an option of the run", 2: "an added part", 3: "a replaced part", 4: "another device"}
 
 
 def write_page(answer: Answer, path: Path) -> None:
@@ -91,7 +91,7 @@ def facts_of(answer: Answer) -> dict[str, Any]:
         "homes_text": _homes_text(answer),
         "timeline": _timeline(answer),
         "time_text": (
-            f"{simulation.num_steps} steps of {simulation.step_s:.4g} s each, lane by lane, and below what is in use "
+            f"{simulation.num_steps} steps of {simulation.step_s:.4g} s each, lane by lane; below, the memory in use "
             f"on each tier. {_binds(answer)} {_lanes_text(answer)}{_order_text(answer)}"
         ),
         "lanes": list(_lanes(answer)),
@@ -129,7 +129,7 @@ def _asked(answer: Answer) -> str:
         f"{asked.batch_size} x {asked.seq_len} tokens in {asked.precision}{each}, "
         f"{'with' if asked.clipping else 'without'} clipping."
     )
-    shown = f" {ranks.size} ranks train together ({ranks}); memory, lanes and homes are those of one."
+    shown = f" {ranks.size} ranks train together ({ranks}); memory, lanes and homes are those of one rank."
     return text + (shown if each else "")
 
 
@@ -254,7 +254,7 @@ def _rounded(seconds: float) -> float:
 
 def _lanes_text(answer: Answer) -> str:
     said = [f"{lane} {_LANES[lane]}" for lane in answer.busy_s() if lane in _LANES]
-    return "Rows that are busy at once work side by side" + (f": {'; '.join(said)}." if said else ".")
+    return "Rows that are busy at once work in parallel" + (f": {'; '.join(said)}." if said else ".")
 
 
 def _order_text(answer: Answer) -> str:
@@ -283,7 +283,7 @@ def _curves(answer: Answer) -> list[dict[str, Any]]:
     return [
         curve("Device memory", over_device_memory(*given), is_bytes=True),
         curve("Host memory", over_host_memory(*given), is_bytes=True),
-        curve("Sequences of a micro-batch", over_batch(*given), is_bytes=False),
+        curve("Sequences in a micro-batch", over_batch(*given), is_bytes=False),
     ]
 
 

@@ -37,7 +37,7 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     yield "machine", answer.hardware.name
     ranks = asked.ranks
     if ranks.size > 1:
-        yield "ranks", f"{ranks.size} ({ranks}): what follows is one rank's, where nothing else is said"
+        yield "ranks", f"{ranks.size} ({ranks}): figures are per rank unless noted otherwise"
     each = f"{ranks.size} ranks with " if ranks.size > 1 else ""
     batch = f"{each}{asked.grad_accum} x " if asked.grad_accum > 1 else each
     yield "step", f"{found.simulation.step_s:.4g} s (predicted) for {batch}{asked.batch_size} x {asked.seq_len} tokens"
@@ -50,7 +50,7 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     if ranks.size > 1:
         yield "received", f"{received_text(answer)} from other ranks per step"
         if any(unit.partition != "replicate" and unit.gather == "link" for unit in found.plan.units):
-            yield "", "weights are put together between ranks: all visit the same units, in loops of your own"
+            yield "", "weights are gathered between ranks: in a loop of your own, all ranks must visit the same units"
     yield "waits", f"compute waits for {waits} s per step" if waits else "compute waits for nothing"
     homes = Counter((unit.weights, unit.gradients, unit.states) for unit in found.plan.units[1:])
     for (weights, gradients, states), count in homes.items():
@@ -73,14 +73,14 @@ def order_texts(plan: Plan) -> Iterator[str]:
         yield "units whose states are still in slots are updated in their turn, not first"
 
 
-_POLICIES = {"keep": "all that forward saves", "select": "what is dear to compute", "recompute": "arguments alone"}
+_POLICIES = {"keep": "all that forward saves", "select": "costly results", "recompute": "arguments alone"}
 
 
 def _activations(answer: Answer) -> Iterator[tuple[str, str]]:
     for (policy, tier), count in answer.policies.items():
-        yield "activations", f"of {count} units {_POLICIES[policy]} ({policy}), resting on {tier}"
+        yield "activations", f"{count} units: {_POLICIES[policy]} ({policy}), resting on {tier}"
     if answer.guess:
-        yield "", f"not followed, so that a share is left to them, and homes follow the rule: {answer.guess}"
+        yield "", f"of unknown size, so they get a share of the device, and homes follow the rule: {answer.guess}"
 
 
 def received_text(answer: Answer) -> str:
@@ -93,7 +93,7 @@ def received_text(answer: Answer) -> str:
 def _memory(answer: Answer) -> Iterator[tuple[str, str]]:
     yield (
         "peak",
-        f"{_sizes(answer.peak_bytes())} in use at once, of it {format_bytes(answer.activation_bytes)} activations "
+        f"{_sizes(answer.peak_bytes())} in use at once, of which {format_bytes(answer.activation_bytes)} activations "
         "and workspace",
     )
     is_shared, least = answer.setting.ranks.per_node > 1, answer.least

@@ -24,7 +24,7 @@ from outcore.core.ranks import is_of_other_rank, launched
 _LOOK_S = 0.05
 """Seconds between two looks into the store."""
 _PATIENCE_S, _LITTLE_S = 60, 3
-"""Seconds to wait for ranks that should answer, and for ranks that may be gone or may have nothing to say."""
+"""Seconds to wait for ranks that should answer, and for ranks that may have gone or have nothing to say."""
 _PIECE_BYTES = 4 * 2**20
 """The most that is put into the store at once: it takes no values of more than 8 MiB."""
 _OWN_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -118,7 +118,7 @@ class Crew:
             self._wait([key])
         except RuntimeError as error:
             raise OutcoreError(
-                f"rank {self.rank}: expected rank 0 to say what to do, but it has ended; look at what it says"
+                f"rank {self.rank}: expected rank 0 to say what to do, but it has ended; see its messages"
             ) from error
         pieces = [self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key)))]
         value = pickle.loads(b"".join(pieces))

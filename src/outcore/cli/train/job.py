@@ -144,7 +144,7 @@ class Job:
             raise ConfigError(
                 f"--data '{self.settings.data}': expected a tokenizer with a chat template, since its rows are "
                 f"messages, but that of '{self.settings.model}' has none; give one with --set "
-                "chat_template_path=FILE.jinja, for instance that of the same model made for chats, or train on text"
+                "chat_template_path=FILE.jinja, for instance that of a chat version of this model, or train on text"
             )
         return data
 
@@ -298,7 +298,7 @@ def _refuse_replan(settings: Settings, args: Any) -> None:
         return
     if settings.plan is not None or settings.hardware == NO_TIMES:
         given = "--plan" if settings.plan is not None else f"--hardware {NO_TIMES}"
-        raise ConfigError(f"--replan: expected it without {given}, since plans are to follow from times; leave one out")
+        raise ConfigError(f"--replan: expected it without {given}, since it makes plans from times; leave one out")
     if args.max_length is None:
         raise ConfigError(
             "--replan: expected --seq-len N, without which no times are predicted, but rows may have any length; set it"
@@ -310,8 +310,8 @@ def _refuse_replan(settings: Settings, args: Any) -> None:
         )
     if args.metric_for_best_model is not None or args.save_strategy == "best":
         raise ConfigError(
-            "--replan: expected a run that looks for no best checkpoint, since the one to go on from might then not be "
-            "kept, but got save_strategy=best, load_best_model_at_end, metric_for_best_model or a schedule that needs "
+            "--replan: expected a run that keeps no best checkpoint, since the one to go on from might be removed, but "
+            "got save_strategy=best, load_best_model_at_end, metric_for_best_model or a schedule that needs "
             "one; leave it out"
         )
 
@@ -325,8 +325,8 @@ def _refuse_activations(settings: Settings, args: Any) -> None:
         )
     if args.max_length is None:
         raise ConfigError(
-            "--activations: expected --seq-len N, from which the room that activations take is worked out, but rows "
-            "may have any length; set it"
+            "--activations: expected --seq-len N, which tells how much memory activations take, but rows may have any "
+            "length; set it"
         )
 
 

@@ -96,7 +96,7 @@ def run_train(settings: Settings, crew: Crew = ALONE) -> None:
                 _say(terminal, "Incomplete", f"{names}: the run was stopped while writing it, so it is removed")
             if output.damaged:
                 why = "\n".join(output.damaged.values())
-                _say(terminal, "Damaged", f"{why}\nthe run goes on from the one before, and sets them aside")
+                _say(terminal, "Damaged", f"{why}\nset aside; the run goes on from the one before")
             other = Replanning(job, terminal, output)
             with preemption_of(job, output.path) as preemption:
                 replan = partial(preemption.unless_asked, other.is_better) if settings.replan else None
@@ -312,7 +312,7 @@ def _say_items(terminal: Terminal, title: str, items: Mapping[str, str]) -> None
 
 
 def _aligned(items: Mapping[str, str], columns: int | None = None) -> str:
-    """Align names and values in two columns. Lines are wrapped to so many characters, if their words are that short."""
+    """Align names and values in two columns. Lines have at most ``columns`` characters where words allow."""
     width = max(len(name) for name in items) + 2
     rows: list[str] = []
     for name, value in items.items():

@@ -2,7 +2,7 @@
 
 [Note: one commit] Everything is written into a hidden folder beside the final one and synced. The manifest comes last,
 then one rename, then a sync of the parent. So a writer that dies leaves either the whole checkpoint or none. The hidden
-folder is locked (``flock``) while its writer lives; the next writer removes hidden folders of dead ones. An old
+folder is locked (``flock``) while its writer lives; the next writer removes those of dead writers. An old
 checkpoint of the same name changes places with the new one, in one call where the kernel can do that. Readers lock a
 checkpoint too, and it is not removed meanwhile. Where a filesystem has no locks, folders of dead writers stay.
 """
@@ -242,7 +242,7 @@ def find_damage(path: Path, manifest: Manifest) -> str | None:
     if not found:
         return None
     name, start, block = min(found)
-    return f"of '{name}' {format_bytes(block.nbytes)} at byte {start:,} are not those that were saved"
+    return f"{format_bytes(block.nbytes)} of '{name}' at byte {start:,} are not those that were saved"
 
 
 def _as_pieces(blocks: Sequence[Block]) -> Iterator[Piece]:

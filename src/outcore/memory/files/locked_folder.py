@@ -85,7 +85,7 @@ def taken_when_free(path: Path, timeout_s: float) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > end_s:
-                    raise OSError(errno.EBUSY, f"somebody reads it for more than {timeout_s:g} s") from error
+                    raise OSError(errno.EBUSY, f"a reader has held it for more than {timeout_s:g} s") from error
             time.sleep(_LOOK_AGAIN_S)
         yield
 
@@ -108,7 +108,7 @@ def taken_alone(path: Path, *, needs_lock: bool) -> Iterator[None]:
             if needs_lock:
                 raise
         if not os.path.samestat(os.fstat(lock), path.stat()):
-            raise BlockingIOError(errno.EAGAIN, f"somebody has put another folder at '{path}'")
+            raise BlockingIOError(errno.EAGAIN, f"another folder was put at '{path}'")
         yield
     finally:
         unlock(lock)

@@ -41,7 +41,7 @@ _ADVICE_ON_DTYPES = (
 )
 _MAX_HEADER_BYTES = 100 * 10**6  # what the format allows
 
-_SAMPLE_BYTES = 256  # read of each tensor, to tell weights apart
+_SAMPLE_BYTES = 256  # bytes of each tensor that ``digest`` reads, to tell weights apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a name stands there twice")
+        raise ValueError("a name occurs twice")
     return result
 
 

@@ -80,8 +80,8 @@ def _check_early(model: ModelSpec, plan: Plan) -> None:
     for spec, unit in zip(model.units, plan.units, strict=True):
         if unit.early and plan.accumulation_steps is None:
             raise ConfigError(
-                f"plan, unit '{unit.name}': early: expected accumulation_steps in the plan, since which gradient is "
-                "the last must be known; set it, or set early to false"
+                f"plan, unit '{unit.name}': early: expected accumulation_steps in the plan, since an early update "
+                "must know which gradient is the last; set it, or set early to false"
             )
         if unit.early and not can_be_early(spec, unit):
             raise ConfigError(

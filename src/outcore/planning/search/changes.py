@@ -103,7 +103,7 @@ def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
         faster = _times(disk, 2, "read_bytes_per_s", "write_bytes_per_s", "size_bytes")
         more = {} if limits.disk_bytes is None else {"disk_bytes": 2 * limits.disk_bytes}
         with_drive = replace(setting.with_limits(**more), hardware=replace(hardware, disk=faster))
-        yield "as many drives again", 2, with_drive
+        yield "twice as many drives", 2, with_drive
     host_bytes, device_bytes = 2 * limits.host_bytes, 2 * limits.device_bytes
     on_node = " of every node" if setting.ranks.nodes > 1 else ""
     host_text = f"{format_bytes(setting.ranks.per_node * host_bytes)} of host memory{on_node}"

@@ -128,7 +128,7 @@ def _disk(size: float, read: float, write: float, endurance: float, source: str)
             "read_bytes_per_s": f"sequential, {source}",
             "write_bytes_per_s": f"sequential, {source}",
             "endurance_bytes": source,
-            "both": "no vendor says: taken as if the drive did one at a time",
+            "both": "no vendor states it; assumed that the drive does one at a time",
         },
     )
 

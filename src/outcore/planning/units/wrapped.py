@@ -24,7 +24,7 @@ _PLACES = re.compile(r"device\(type='\w+'(, index=\d+)?\)| at 0x[0-9a-f]+")
 
 
 def is_wrapped(tensor: Any) -> bool:
-    """Return whether a tensor is a wrapper of another library. Torch's own shard, nest or trace what they wrap."""
+    """Return whether a tensor is a wrapper of another library. Torch's own wrappers shard, nest or trace."""
     kind = type(tensor)
     return kind not in _OWN and is_wrapper(tensor) and not kind.__module__.startswith("torch.")
 
@@ -71,7 +71,7 @@ class Wrapping:
         self._names = [(name, Wrapping(found) if is_wrapped(found) else None) for name, found in inside]
 
     def __str__(self) -> str:
-        """Describe how the bytes inside are read, equally wherever they are."""
+        """Describe how the bytes inside are read. The text is the same wherever they are."""
         inside = ", ".join(f"{name}: {'a tensor' if within is None else within}" for name, within in self._names)
         said = _PLACES.sub("", repr(_plain(self._context)))
         return f"{self._kind.__module__}.{self._kind.__qualname__} around {inside}; {said}"
@@ -122,5 +122,5 @@ def refuse_unusable(name: str, wrapper: Parameter) -> None:
             continue
         raise UnsupportedError(
             f"expected a {kind} around ordinary tensors that lie in memory once, of dtypes {', '.join(DTYPE_BYTES)}, "
-            f"but '{part}' of '{name}' {problem}; quantise the model otherwise, or hand it over before that"
+            f"but '{part}' of '{name}' {problem}; quantise the model in another way, or hand it over unquantised"
         )

@@ -155,7 +155,7 @@ class UnitGradients:
         """Raise for a gradient that is incomplete."""
         raise UnsupportedError(
             "backward ended in an exception; call optimizer.zero_grad() first (expected whole gradients, but that of "
-            f"'{self.gradient_name(handle)}' may be a part only)"
+            f"'{self.gradient_name(handle)}' may be incomplete)"
         )
 
     def _refuse_stale(self, handle: GradHandle) -> None:

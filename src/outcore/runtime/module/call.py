@@ -235,7 +235,7 @@ class UnitCall:
                 ) from error
             if "saved tensor hooks" in str(error):
                 raise UnsupportedError(
-                    f"{self._where} takes gradients by torch.func, which torch cannot do where what is saved is packed "
+                    f"{self._where} takes gradients by torch.func, which torch cannot do if saved tensors are packed "
                     "or dropped; give this unit the policy keep in the plan, with weights and activations on the device"
                 ) from error
             raise

@@ -344,7 +344,7 @@ def gradients(
         if "use_reentrant=True" in str(error):
             raise UnsupportedError(
                 "expected torch.utils.checkpoint inside of a unit with use_reentrant=False, but got "
-                "use_reentrant=True, whose gradients go past the unit; pass use_reentrant=False, or leave the "
+                "use_reentrant=True, whose gradients bypass the unit; pass use_reentrant=False, or leave the "
                 "checkpoint out, since outcore recomputes units already"
             ) from error
         raise

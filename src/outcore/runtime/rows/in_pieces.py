@@ -136,8 +136,8 @@ class _Results:
             self._wholes = [self._whole(t, is_argument=id(t) in passed) for t in tensors]
         if len(tensors) != len(self._wholes) or not form.is_like(self._form):
             raise UnsupportedError(
-                f"{self._where}: expected pieces of a batch to give alike results, but they differ in more than their "
-                "rows; prepare without micro_batches_in_unit"
+                f"{self._where}: expected results of pieces of a batch to differ in their rows alone, but they differ "
+                "in more; prepare without micro_batches_in_unit"
             )
         self.made.append([self._put(whole, t) for whole, t in zip(self._wholes, tensors, strict=True)])
 
@@ -161,7 +161,7 @@ class _Results:
 
     def _refuse(self, tensor: torch.Tensor) -> NoReturn:
         raise UnsupportedError(
-            f"{self._where}: expected results with a row for each of the batch, but a piece of "
+            f"{self._where}: expected results with a row for each row of the batch, but a piece of "
             f"{self._sizes[len(self.made)]} rows gave one of shape {tuple(tensor.shape)}; prepare without "
             "micro_batches_in_unit"
         )
@@ -206,7 +206,7 @@ def _outside(
 
 
 def _turn_around(pieces: Sequence[Sequence[torch.Tensor]], begins: Sequence[int]) -> None:
-    """Let backward come to the first piece first. Args: begins: Sequence numbers at the pieces' begins, and the end."""
+    """Let backward come to the first piece first. Args: begins: Sequence numbers of piece starts, and of the end."""
     for i, made in enumerate(pieces):
         start, end = begins[i], begins[i + 1]
         shift = begins[0] + begins[-1] - end - start

@@ -129,8 +129,8 @@ for _name in _ASKED_OFTEN.split():
 class WatchedParameter(Parameter):
     """A parameter on the device whose master or home is elsewhere. It remembers if ``data`` was read or replaced.
 
-    Through ``data`` it can be changed without a change of its version counter. All units share one class, since code
-    that compiles a block checks the classes of its parameters.
+    Through ``data`` it can be changed without a change of its version counter. All units share one class, since a
+    compiled block checks the classes of its parameters.
     """
 
     touched: set[int]
@@ -175,7 +175,7 @@ def unfreezing_refusal(name: str) -> str:
     return (
         f"expected '{name}' to stay frozen, as it was at outcore.prepare(), which took no memory for its gradient and "
         "states, but requires_grad was set to True; set requires_grad=True and add adapters before prepare, and freeze "
-        "afterwards what begins frozen"
+        "afterwards what is to begin frozen"
     )
 
 

@@ -15,7 +15,7 @@ from torch import distributed, nn
 from outcore.core.errors import UnsupportedError
 from outcore.torch_private import as_it_is
 
-_FIRST = "prepare behind init_process_group, or under torchrun, and all ranks train together"
+_FIRST = "prepare after init_process_group, or under torchrun, and all ranks train together"
 _BARE = "prepare the bare model on every rank: outcore shares the work among them itself"
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 

@@ -31,9 +31,9 @@ from outcore.core.quantities import format_bytes
 TEXT_ROW_BYTES = 2**16
 """A longer text file becomes several rows, cut at line ends. TRL holds 1000 rows at a time, as lists of tokens."""
 TEXT_LINE_BYTES = 2**20
-"""The longest line of a text file."""
+"""The most bytes in a line of a text file."""
 ROW_BYTES = 2**26
-"""The longest line of any other file."""
+"""The most bytes in a line of any other file."""
 
 _PARQUET_ROWS, _BUFFER_BYTES = 64, 2**20  # decoded and read at once; without a buffer a whole group of rows is read
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -88,9 +88,7 @@ def _files_at(path: Path, status: os.stat_result, above: Sequence[tuple[int, int
     if stat.S_ISDIR(status.st_mode):
         here = status.st_dev, status.st_ino
         if here in above:
-            raise ConfigError(
-                f"'{path}': expected folders and files, but it is a link to a folder that it is in itself"
-            )
+            raise ConfigError(f"'{path}': expected folders and files, but it is a link to a folder that contains it")
         for entry in sorted(path.iterdir()):
             if not entry.name.startswith("."):
                 with _readable(entry):

@@ -145,7 +145,7 @@ def _form_of(record: Record, method: Method) -> Form:
         raise ConfigError(f"{record.where}: expected a value for '{null}', but it is null; leave out such rows")
     expected = ", or ".join(" and ".join(f"'{key}'" for key in keys) for keys in wanted)
     found = ", ".join(f"'{key}'" for key in list(fields)[:_SHOWN]) or "nothing"
-    raise ConfigError(f"{record.where}: expected {expected}, but found {found}; rename what it is called there")
+    raise ConfigError(f"{record.where}: expected {expected}, but found {found}; rename the keys that hold it")
 
 
 def _string(record: Record, key: str) -> str:

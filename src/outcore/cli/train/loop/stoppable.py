@@ -47,7 +47,7 @@ class StoppableRuns(RecordedRuns):
         late = None
         if owes_evaluation or preemption.saves.step != self.state.global_step:
             if owes_evaluation and is_last and self.args.load_best_model_at_end:
-                late = "the last step was not saved: its evaluation, on which the best model depends, was not over"
+                late = "the last step was not saved: its evaluation, on which the best model depends, had not finished"
             else:
                 late = preemption.late(preemption.saves.save_needs_s())
             late = preemption.all_late(late)

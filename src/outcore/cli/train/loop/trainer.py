@@ -85,8 +85,8 @@ class DpoTrainer(_QuietMixin, DPOTrainer):  # type: ignore[misc]  # the library 
 def _refuse_nothing(ready: datasets.Dataset, whole: datasets.Dataset, tokens: int | None, name: str) -> None:
     if not len(ready):
         raise ConfigError(
-            f"{_FLAGS[name]}: expected rows with something to learn, but of all {len(whole):,} nothing is left after "
-            f"cutting them to {tokens} tokens; raise --seq-len"
+            f"{_FLAGS[name]}: expected rows with something to learn, but nothing is left of all {len(whole):,} "
+            f"after cutting them to {tokens} tokens; raise --seq-len"
         )
 
 
@@ -95,7 +95,7 @@ def _warn_of_cuts(longer: int, left_out: int, whole: datasets.Dataset, args: Any
         nothing_left = f", {left_out:,} of them left out with nothing to learn" if left_out else ""
         warnings.warn(
             f"{_FLAGS[name]}: {longer:,} of {len(whole):,} rows have more than {args.max_length} tokens and are cut"
-            f"{nothing_left}; raise --seq-len to have them whole",
+            f"{nothing_left}; raise --seq-len to keep them whole",
             stacklevel=1,
         )
 

@@ -364,7 +364,7 @@ def _check_config(where: str, raw: dict[str, Any]) -> None:
 
 
 def _counts(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield how many modules a configuration asks for, and those nested in it."""
+    """Yield how many modules of each kind a configuration asks for, with the configurations nested in it."""
     for key, value in raw.items():
         if isinstance(value, dict):
             yield from _counts(value)
@@ -379,7 +379,7 @@ def _check_causal(where: str, config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise ConfigError(f"{expected} {config.model_type} has an encoder and a decoder; name another model")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"{expected} {config.model_type} is none; name another model")
+        raise ConfigError(f"{expected} {config.model_type} is not one; name another model")
     if saved_as and not causal.intersection(saved_as):
         raise ConfigError(f"{expected} it is a {saved_as[0]} (architectures in {_CONFIG}); name another model")
 

@@ -99,7 +99,7 @@ class OutputFolder:
         """Allow a run to begin at step 0. Raise unless ``resume`` permits it and only a run's first steps are lost."""
         where = f"--resume: expected a complete checkpoint in '{self.path}', but"
         for why in self.damaged.values():
-            raise ConfigError(f"{where} there is none that is as it was saved: {why}")
+            raise ConfigError(f"{where} none is as it was saved: {why}")
         if self._resume != "auto":
             found = f"only {self.incomplete[-1].name}, which is incomplete" if self.incomplete else "there is none"
             raise ConfigError(

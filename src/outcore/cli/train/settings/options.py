@@ -42,7 +42,7 @@ _HELP = """{rows}These are the keys of a JSON line or the columns of a table.
 
 [bold]What the YAML file holds[/bold]: the options below (batch_size for --batch-size),
 every field of TRL's {config}, under lora: those of PEFT's LoraConfig, and
-under outcore: the options for memory. Options and --set go over the file.
+under outcore: the options for memory. Options and --set override the file.
   model: Qwen/Qwen3-0.6B
   data: {data}
   out: run
@@ -66,7 +66,7 @@ under outcore: the options for memory. Options and --set go over the file.
   checkpoint-N/  with --save-every or --save-every-minutes, and where a
                  signal stops the run: all that --resume needs
 
-[bold]Exit status[/bold]: 0 done; 2 a mistake in what was asked for, said before anything
+[bold]Exit status[/bold]: 0 done; 2 a mistake in the request, reported before anything
 is written; 130 stopped by Ctrl-C; 143 by SIGTERM or SIGUSR1; 1 anything else.
 """
 
@@ -127,7 +127,7 @@ _SHARED: Mapping[str, Any] = {
         _WHAT,
         "FILE|DIR|ID",
         "A .txt, .jsonl, .csv or .parquet file, a directory of them, or a data set on the hub as ID, ID:split or "
-        "ID:config:split. What it holds is said above.",
+        "ID:config:split. Its contents are described above.",
     ),
     "eval_data": _option(
         _WHAT, "FILE|DIR|ID", "Data to evaluate on, every --save-every (or eval_steps) steps, else after every epoch."
@@ -181,7 +181,7 @@ _SHARED: Mapping[str, Any] = {
         "Run the rows of a micro-batch through each block in N pieces, so that its weights come once for all of them. "
         "The result is that of accumulation over N micro-batches, each an N-th as large.",
     ),
-    "seed": _option(_HOW, "N", "Of new weights, data order and dropout; 42 by default."),
+    "seed": _option(_HOW, "N", "Seed of new weights, data order and dropout; 42 by default."),
     "device_memory": _option(
         _WHERE, "SIZE", "The most to take on the device, such as 20GiB or 500MB; most of what is free by default."
     ),
@@ -195,7 +195,7 @@ _SHARED: Mapping[str, Any] = {
         "disk.",
         kind=list[str],
     ),
-    "plan": _option(_WHERE, "FILE", "A plan.json to obey, from another run or edited."),
+    "plan": _option(_WHERE, "FILE", "A plan.json to follow, from another run or edited."),
     "activations": _option(
         _WHERE,
         "TIER",
@@ -211,7 +211,7 @@ _SHARED: Mapping[str, Any] = {
     "replan": _option(
         _WHERE,
         None,
-        "Where steps are more than 20% off what was predicted for 20 steps: measure the machine again, once. If "
+        "If steps are more than 20% off their prediction for 20 steps, measure the machine again, once. If "
         "another plan is then predicted to be faster, save a checkpoint, which stays, and go on from there. On the CPU "
         "the training is the same; on an accelerator, too, unless updates move between CPU and GPU.",
         "--replan",

@@ -80,7 +80,7 @@ def _refuse_two_lengths(settings: Mapping[str, Setting]) -> None:
 
 
 def _refuse_two_precisions(settings: Mapping[str, Setting]) -> None:
-    """Refuse bf16 beside other than fp32: TRL's bf16 is autocast over fp32 weights; else outcore's precision counts."""
+    """Refuse TRL's ``bf16`` with any precision but fp32, since it is autocast over fp32 weights."""
     precision = settings.get("outcore.precision")
     asked = settings.get("bf16")
     if asked is not None and asked.value and (precision is None or precision.value != "fp32"):
@@ -102,8 +102,8 @@ def _refuse_unused_intervals(settings: Mapping[str, Setting]) -> None:
     strategy = settings.get("eval_strategy")
     if strategy is not None and strategy.value == "steps" and not {"eval_steps", "save_steps"} & settings.keys():
         raise ConfigError(
-            f"{strategy.where}: expected eval_steps beside eval_strategy steps, but got none; say every how many steps "
-            "to evaluate"
+            f"{strategy.where}: expected eval_steps beside eval_strategy steps, but got none; set the number of steps "
+            "between evaluations"
         )
 
 

@@ -37,7 +37,7 @@ def read_yaml(path: Path, sections: tuple[str, ...]) -> list[Given]:
         where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         said = getattr(error, "problem", None) or " ".join(str(error).split())
         problem = "it is nested too deeply" if isinstance(error, RecursionError) else said
-        raise ConfigError(f"{where}: expected YAML, but this is none: {problem}; correct the file") from error
+        raise ConfigError(f"{where}: expected YAML, but this is not YAML: {problem}; correct the file") from error
 
 
 def _read(path: Path) -> str:
