@@ -1,15 +1,15 @@
-"""How much less activations take on the device when they leave it: what shapes tell, and what a device counts.
+"""How much device memory is saved if activations leave the device: predicted from shapes, and counted by a device.
 
 python benchmarks/activation_peak.py --json peak.json                             # on a GPU it is counted, too
 python tests/simulated_gpu/run.py benchmarks/activation_peak.py --json peak.json     # counted on the simulated one
 
 Shapes are followed with the kernels of ``--device``. The CPU's fused attention, which keeps one number per row, stands
-for a GPU's; dropout in attention, for which the CPU has none, is left out. The simulated GPU has plain attention alone,
-which keeps all scores: what is counted there compares small models with each other.
+for a GPU's. Dropout in attention, for which the CPU has no fused kernel, is left out. The simulated GPU has plain
+attention only, which keeps all scores: its counts compare small models with each other.
 
 Shapes are those of SSDTrain's measurement (arXiv 2408.10013: GPT, 16 x 1024 tokens, at most 47% less at its peak), and
-of whole models. *Beside the model* counts all that a step has alive but weights, gradients and states: what is saved,
-what blocks work with, embeddings and hidden states, and where activations leave, the slots that they come back to.
+of whole models. *Beside the model* is all that a step has alive except weights, gradients and states: what is saved,
+what blocks work with, embeddings and hidden states, and, if activations leave, the slots that they come back to.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SHAPES: dict[str, tuple[Any, int, int]] = {
     "Llama 8B, 32 layers": (lambda: llama(4096, 32, 32, 14336), 4, 4096),
     "Qwen3 8B, 36 layers": (lambda: qwen3(4096, 36, 32, 12288), 4, 4096),
 }
-"""A model, rows, and tokens of each. Halves of layers: attention, and what follows it."""
+"""A model, its rows, and the tokens of each. Halves of a layer are attention, and what follows it."""
 SMALL: dict[str, Any] = {
     "GPT": lambda: gpt(128, 24, 4, 128),
     "Llama": lambda: llama(128, 24, 4, 344),
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def by_shapes(device: torch.device, only: str) -> Iterator[dict[str, Any]]:
-    """What a step is predicted to take."""
+    """Yield what a step is predicted to take."""
     for name, (build, rows, length) in SHAPES.items():
         if only not in name:
             continue
@@ -124,7 +124,7 @@ def peak(found: Footprint, names: list[str], policy: Policy) -> int:
 
 
 def peak_away(found: Footprint, names: list[str], policy: Policy) -> int:
-    """With the slots on the device."""
+    """Peak bytes if activations leave, with their slots on the device."""
     sending = Sending("host", policy, found)
     homes: Any = {"weights": "device", "gradients": "device", "states": "device"}
     units = [sending.unit(UnitPlan(name=name, **homes)) for name in names]
@@ -132,7 +132,7 @@ def peak_away(found: Footprint, names: list[str], policy: Policy) -> int:
 
 
 def counted() -> Iterator[dict[str, Any]]:
-    """What the device's own counter says of small models."""
+    """Yield what the device's own counter reports of small models."""
     for name, build in SMALL.items():
         kept, _ = counted_step(build, None)
         away, slots = counted_step(build, "host")
@@ -141,7 +141,7 @@ def counted() -> Iterator[dict[str, Any]]:
 
 
 def counted_step(build: Any, activations: Any) -> tuple[int, int]:
-    """Bytes beside what is there between steps, and those of slots."""
+    """Bytes in a step beyond those between steps, and bytes of the slots."""
     torch.manual_seed(0)
     model: nn.Module = build().train()
     sample = {"input_ids": torch.zeros(4, 128, dtype=torch.long, device="cuda"), "use_cache": False}

@@ -1,8 +1,8 @@
-"""Whether compact masters are exact: random weights, and every bit pattern of fp32, there and back.
+"""Whether compact masters are exact: random weights, and every bit pattern of fp32, stored and read back.
 
 Prints one JSON object. ``normal`` are weights as they occur (deviations from 0.001 to 10), ``uniform`` are random bits,
-``every`` are all 4,294,967,296 patterns. What is compared are bits. Of ``other`` patterns, which are not what they
-were, all must be ``signalling``: NaNs whose upper half would be an infinity, which come back quiet.
+``every`` are all 4,294,967,296 patterns. Bits are compared. ``other`` counts patterns that came back changed; all of
+them must be ``signalling``: NaNs whose upper half would be an infinity, which come back quiet.
 
     python benchmarks/compact_masters.py --numbers 100_000_000 --every
 """
@@ -23,7 +23,7 @@ PIECE = 2**22
 
 
 def normal(count: int) -> Iterator[torch.Tensor]:
-    """Deviations from 0.001 to 10."""
+    """Weights with deviations from 0.001 to 10."""
     for seed, size in enumerate(pieces(count)):
         generator = torch.Generator().manual_seed(seed)
         yield (torch.randn(size, generator=generator) * 10.0 ** (seed % 5 - 3)).view(torch.int32)
@@ -36,18 +36,18 @@ def uniform(count: int) -> Iterator[torch.Tensor]:
 
 
 def every() -> Iterator[torch.Tensor]:
-    """All patterns."""
+    """All bit patterns."""
     for start in range(-(2**31), 2**31, PIECE):
         yield torch.arange(start, start + PIECE, dtype=torch.int64).int()
 
 
 def pieces(count: int) -> list[int]:
-    """Sizes."""
+    """Sizes of the pieces that ``count`` numbers are cut into."""
     return [PIECE] * (count // PIECE) + ([count % PIECE] if count % PIECE else [])
 
 
 def compare(numbers: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Store them, and compare what comes back."""
+    """Store numbers, and compare what is read back."""
     found = dict.fromkeys(("numbers", "other", "signalling", "weights_other_than_rounded", "rows", "rows_with_ties"), 0)
     for bits in numbers:
         size, value = len(bits), bits.view(torch.float32)

@@ -1,4 +1,4 @@
-"""Who takes steps in large.py: a streamed model, the plain loop, DeepSpeed; all the same model, tokens and kernels."""
+"""The contestants of large.py: a streamed model, the plain loop, DeepSpeed; all share model, tokens and kernels."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from outcore.spec.plan import Plan
 from outcore.spec.timeline import COMPUTE, Timeline
 
 WARM_UP = FIRST_CALLS
-"""Steps of all contestants: in ours recomputes are held against forward meanwhile."""
+"""Warm-up steps of all contestants; during ours, recomputes are compared with forward."""
 DEEPSPEED_HOST_BYTES = 20
-"""Per parameter: fp32 master, two moments and gradients, bf16 weights and gradients."""
+"""Bytes per parameter: fp32 master, two moments and gradients, bf16 weights and gradients."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Layout:
 
     tokens: int
     sequences: int
-    """Per micro-batch."""
+    """Sequences per micro-batch."""
     micro_batches: int
     passes: Passes
 
@@ -49,7 +49,7 @@ class Streamed:
     """A prepared model that takes steps of any number of tokens."""
 
     def __init__(self, args: argparse.Namespace, plan: Plan, budget: outcore.Budget) -> None:
-        """Prepare it: allocate and pin memory, make first values."""
+        """Prepare it: allocate and pin memory, and make first values."""
         self._args = args
         start_s = time.perf_counter()
         model = on_meta(config_of(args))
@@ -63,11 +63,11 @@ class Streamed:
 
     @property
     def host_is_pinned(self) -> bool | None:
-        """Whether copies go straight to and from host memory; None: the plan has none."""
+        """Whether copies go directly to and from host memory; None: the plan has none."""
         return self.engine.opened.tiers.host_is_pinned if self.engine.opened.plan.tier_bytes.get("host") else None
 
     def step(self, layout: Layout) -> None:
-        """One training step."""
+        """Make one training step."""
         batch = batch_of(self._args, layout.sequences)
         for _ in range(layout.micro_batches):
             (self.model(**batch).loss / layout.micro_batches).backward()
@@ -77,7 +77,7 @@ class Streamed:
         self.optimizer.zero_grad()
 
     def measure(self, layout: Layout) -> tuple[list[float], Timeline]:
-        """Seconds of each step, and the timeline of some more."""
+        """Return the seconds of each step, and the timeline of some more steps."""
         args = self._args
         free_cached(args.device)
         warm_up(functools.partial(self.step, layout), args.device)
@@ -91,7 +91,7 @@ class Streamed:
         return seconds, timeline.between(ends[0], ends[-1])
 
     def measure_serial(self, layout: Layout) -> list[float]:
-        """The same with overlap off."""
+        """Return the same seconds with overlap off."""
         device = self.engine.device
         faults, device.faults = device.faults, dataclasses.replace(device.faults, serial=True)
         try:
@@ -100,12 +100,12 @@ class Streamed:
             device.faults = faults
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give back all memory."""
         outcore.close(self.model, keep_weights=False)
 
 
 def warm_up(step: Callable[[], None], device: str) -> None:
-    """Steps that do not count."""
+    """Make steps that are not measured."""
     for _ in range(1 if device == "cpu" else WARM_UP):
         step()
 
@@ -126,13 +126,13 @@ def _tokens(device: str, vocabulary: int, sequences: int, seq_len: int) -> torch
 
 
 def batch_of(args: argparse.Namespace, sequences: int) -> dict[str, torch.Tensor]:
-    """The same tokens every time."""
+    """Return the same tokens every time."""
     tokens = _tokens(args.device, args.vocabulary, sequences, args.seq_len)
     return {"input_ids": tokens, "labels": tokens}
 
 
 def cap_device(device: str, cap_bytes: int | None) -> None:
-    """Let the allocator give no more."""
+    """Limit what the allocator gives."""
     if device != "cpu":
         total_bytes = torch.cuda.get_device_properties(0).total_memory
         fraction = 1.0 if cap_bytes is None else min(1.0, cap_bytes / total_bytes)
@@ -140,7 +140,7 @@ def cap_device(device: str, cap_bytes: int | None) -> None:
 
 
 def device_memory(device: str) -> dict[str, int] | None:
-    """Peaks since the last case, and how often the allocator had to give cached memory back to go on."""
+    """Peaks since the last case, and how often the allocator had to give back cached memory to go on."""
     if device == "cpu":
         return None
     return {
@@ -154,9 +154,9 @@ def run_rival(args: argparse.Namespace, name: str, found: dict[str, Any]) -> Non
     """Measure steps of another loop under the largest cap.
 
     Args:
-        args: Of the command line.
+        args: The command line.
         name: ``plain`` or ``deepspeed``.
-        found: Gets steps by number of tokens, as soon as they are known, or why there are none.
+        found: Receives the steps by number of tokens as soon as they are known, or why there are none.
     """
     config = config_of(args)
     numel = sum(p.numel() for p in on_meta(config).parameters())
@@ -171,7 +171,7 @@ def run_rival(args: argparse.Namespace, name: str, found: dict[str, Any]) -> Non
             "plain": lambda: Plain(materialised(config, args.device), batch).contestant("plain", "checkpointing"),
             "deepspeed": lambda: deepspeed(materialised(config, "cpu"), batch),
         }[name]
-        with contextlib.redirect_stdout(sys.stderr):  # libraries print what they do
+        with contextlib.redirect_stdout(sys.stderr):  # libraries print to standard output
             rival = build()
             if isinstance(rival, str):
                 found["not_run"] = rival
@@ -179,7 +179,7 @@ def run_rival(args: argparse.Namespace, name: str, found: dict[str, Any]) -> Non
             found["step_s"] = {}
             for tokens in args.tokens:
                 found["step_s"][str(tokens)] = _rival_case(args, rival, batch, tokens)
-    except Exception as error:  # out of memory, or whatever a library that is not ours may raise
+    except Exception as error:  # out of memory, or any error of another library
         found["not_run"] = f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         rival = None
@@ -187,7 +187,7 @@ def run_rival(args: argparse.Namespace, name: str, found: dict[str, Any]) -> Non
 
 
 def _rival_case(args: argparse.Namespace, rival: Contestant, batch: dict[str, torch.Tensor], tokens: int) -> object:
-    """The whole step as one micro-batch."""
+    """Measure the whole step as one micro-batch."""
     batch.update(batch_of(args, tokens // args.seq_len))
     try:
         warm_up(rival.step, args.device)

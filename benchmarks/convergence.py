@@ -1,4 +1,4 @@
-"""Where training ends with states in fewer bytes, beside the spread of fp32 runs that differ in their seeds alone.
+"""Where training ends with states in fewer bytes, beside the spread of fp32 runs that differ only in their seeds.
 
 A small Llama reads Python's own standard library byte by byte. Prints one JSON object: the mean loss over held-out
 batches at the end, per run.

@@ -1,16 +1,16 @@
-"""The blocked CPU update against the memory's own speed, torch unblocked, and DeepSpeed's CPU Adam.
+"""The blocked CPU update, compared with the memory's own speed, unblocked torch, and DeepSpeed's CPU Adam.
 
 Prints one JSON object. The recipe is bf16 training: a bf16 gradient in, fp32 master weights and two moments updated,
-bf16 weights out. AdamW, and beside it every other rule and format of states, with the time that it takes over AdamW's
-(``times_adamw``; what planner and probe take for one that was not measured).
+bf16 weights out. The rule is AdamW; beside it runs every other rule and format of states, with its time over AdamW's
+(``times_adamw``; the planner and the probe use it for a rule that was not measured).
 
 How bytes are counted, per parameter: 14 are read (master, exp_avg, exp_avg_sq: 4 each; gradient: 2) and 14 written (the
 three, and the weights: 2), together 28. The weights are written without being read, so the cache fetches their lines
 first (write-allocate): 2 more, 30 in all. The *stream* moves those 30 bytes through the same tensors and does nothing
 else: ``master.mul_(1)``, ``exp_avg.mul_(1)``, ``exp_avg_sq.mul_(1)`` (4 read and 4 written each) and
 ``weights.add_(grad)`` (4 read, 2 written), with all threads. The contestants take turns in every repetition, since
-machines are noisy, and ratios are taken within a repetition. Between them is a pause: OpenMP's threads spin for some
-milliseconds after their last loop, and would take the cores from whoever is measured next.
+machines are noisy, and ratios are taken within a repetition. There is a pause between them: OpenMP's threads spin for
+some milliseconds after their last loop, and would take the cores from the next contestant.
 
     python benchmarks/cpu_update.py --repeats 15
 """
@@ -117,7 +117,7 @@ def deepspeed(b: Buffers) -> Callable[[], None]:
 
 
 def bitsandbytes(b: Buffers, bits: int) -> Callable[[], None]:
-    """bitsandbytes' AdamW with moments of so many bits, with the casts that a training loop needs."""
+    """bitsandbytes' AdamW with moments of ``bits`` bits, with the casts that a training loop needs."""
     adamw = getattr(importlib.import_module("bitsandbytes").optim, f"AdamW{bits}bit")
     param = torch.nn.Parameter(b.master.clone())
     optimizer = adamw([param], lr=HYPER.lr, weight_decay=HYPER.weight_decay)
@@ -132,12 +132,12 @@ OTHERS: dict[str, Callable[[Buffers], Callable[[], None]]] = {
 
 
 def by_name(b: Buffers, workers: UpdateWorkers, name: str) -> Callable[[], None]:
-    """An optimizer, and how its moments or its master are stored: ``rmsprop``, ``adamw:8bit``."""
+    """An optimizer and the format of its moments or its master, by name: ``rmsprop``, ``adamw:8bit``."""
     kind, _, chosen = name.partition(":")
     is_compact = chosen == "compact"
     param = torch.nn.Parameter(b.master)
     shape = (len(b.master) // COLUMNS, COLUMNS) if kind in WHOLE else b.master.shape
-    if kind in WHOLE:  # a matrix as of a large model
+    if kind in WHOLE:  # a matrix as in a large model
         param = torch.nn.Parameter(b.master.view(shape))
     optimizer = OPTIMIZERS[kind]([param])
     optimizer.param_groups[0]["master_format" if is_compact else "state_format"] = chosen or "fp32"
@@ -172,7 +172,7 @@ def by_name(b: Buffers, workers: UpdateWorkers, name: str) -> Callable[[], None]
 def measure(
     contestants: dict[str, Callable[[], None]], repeats: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """Seconds per run, in turns; before, untimed, until sizes of blocks are settled."""
+    """Seconds per run, in turns; untimed runs come first, until the block sizes are settled."""
     for name, run in contestants.items():
         is_settled = name in (*WHOLE, "stream", "unblocked", *OTHERS)
         for _ in range(1 if is_settled else (5 * TRIALS)):
@@ -212,7 +212,7 @@ def main() -> None:
         for name, build in OTHERS.items():
             try:
                 contestants[name] = build(buffers)
-            except Exception as error:  # it is imported and built here: anything may fail, and none of it is ours
+            except Exception as error:  # it is imported and built here, and any error in it is not ours
                 skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         seconds = measure(contestants, args.repeats, time.process_time if args.processor_time else time.perf_counter)
     n = args.numel
@@ -231,7 +231,7 @@ def main() -> None:
             name: spread([COUNTED_BYTES * n / t / 1e9 for t in s]) for name, s in seconds.items() if name != "stream"
         },
         "stream_gb_per_s_at_30_bytes": spread([ALLOCATED_BYTES * n / t / 1e9 for t in seconds["stream"]]),
-        "blocked_over": {  # speed ratio in the same repetition; 30 bytes against 30 for the stream
+        "blocked_over": {  # ratio of speeds in the same repetition; 30 bytes against 30 for the stream
             name: spread([other / own for other, own in zip(s, seconds["blocked"], strict=True)])
             for name, s in seconds.items()
             if name != "blocked"

@@ -1,10 +1,10 @@
-"""The disk store against fio, on the same preallocated, written file.
+"""The disk store compared with fio, on the same preallocated, written file.
 
 Prints one JSON object. The store moves whole extents between its files and host memory; fio moves blocks of 4 MiB with
 io_uring (libaio where the kernel has none) at the depth that was fastest in a first sweep over 1 to 64. Then both run
-in turn, repetition by repetition, since machines are noisy. Both use direct I/O, so the page cache is out of the
-picture; where the filesystem has none, both are buffered and the output says so. Both have buffers in huge pages, which
-can double the rate: a transfer is then a few long segments and not a thousand of 4 KiB.
+in turn, repetition by repetition, since machines are noisy. Both use direct I/O, so the page cache plays no part; where
+the filesystem does not support it, both are buffered and the output says so. Both have buffers in huge pages, which
+can double the rate: a transfer is then a few long segments instead of a thousand of 4 KiB.
 
     python benchmarks/disk_io.py --folder /mnt/nvme
 """
@@ -46,7 +46,7 @@ def main() -> None:
         moves = {"write": store.write, "read": store.read}
         results = {}
         for verb, move in moves.items():
-            _timed(extents, memory.tensor, store.write)  # once before anything is measured, and over what fio wrote
+            _timed(extents, memory.tensor, store.write)  # once before the measurement, and over what fio wrote
             fio = None if shutil.which("fio") is None else Fio(verb, nbytes, is_direct=not store.buffered_paths)
             results[verb] = _compare(lambda move=move: _timed(extents, memory.tensor, move), fio, args.repetitions)
         is_direct = not store.buffered_paths
@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _timed(extents: Sequence[Extent], memory: torch.Tensor, move: Callable[[Extent, torch.Tensor], None]) -> float:
-    """Move every extent once; returns bytes per second."""
+    """Move every extent once. Returns bytes per second."""
     start_s = time.perf_counter()
     for extent in extents:
         move(extent, memory)
@@ -87,11 +87,11 @@ class Fio:
         self.depth = max(self.sweep, key=lambda depth: self.sweep[depth])
 
     def run(self, depth: int) -> float:
-        """Bytes per second."""
+        """Return bytes per second."""
         command = ["fio", "--name=outcore", f"--filename={self.file}", f"--rw={self.verb}", "--bs=4M"]
         command += [f"--size={self.nbytes}", f"--direct={int(self.is_direct)}", f"--ioengine={self.engine}"]
         command += [f"--iodepth={depth}", "--allow_file_create=0", "--output-format=json"]
-        huge_pages = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # glibc 2.35 and later; ignored before
+        huge_pages = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # glibc 2.35 and later; older versions ignore it
         environment = {**os.environ, **huge_pages}
         output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
         job = json.loads(output[output.index("{") :])["jobs"][0]

@@ -4,12 +4,12 @@
 #   bash benchmarks/gpu.sh [section ...]
 #
 # Sections, the most valuable first: tests large_3b large_7b_24 large_7b_80 early deepspeed step update disk sanitizer.
-# Each section writes to $OUT (default: benchmarks/reports/gpu): <section>.json or .txt, what it said meanwhile in
-# <section>.log, and pictures of steps as .svg. Sections that are done are listed in $OUT/done.txt and not run again;
-# those that began and did not get done, in $OUT/failed.txt: they come after all others. One that might not end within
-# $LIMIT_S (default: 540) is left for the next call; the first one always runs; stopping one takes a minute at most.
-# TINY=1 runs the same commands at sizes for a CPU, all of them anew unless there is an $OUT; SIMULATED=1 does so on the
-# simulated GPU (docs/simulated-gpu.md), which rehearses all sections and measures nothing: reports say on what they ran.
+# Each section writes to $OUT (default: benchmarks/reports/gpu): <section>.json or .txt, its messages in <section>.log,
+# and pictures of steps as .svg. $OUT/done.txt lists the finished sections, which are not run again. $OUT/failed.txt
+# lists those that began but did not finish: they come after all others. A section that might not end within $LIMIT_S
+# (default: 540) is left for the next call; the first one always runs; stopping one takes a minute at most.
+# TINY=1 runs the same commands at sizes for a CPU, all of them anew unless there is an $OUT. SIMULATED=1 does so on the
+# simulated GPU (docs/simulated-gpu.md): it rehearses all sections and measures nothing. Reports name what they ran on.
 # The host tier's memory is touched and pinned before a large model can train: up to 114 GiB for 7b under 24 GiB, which
 # alone takes a minute or more.
 set -uo pipefail
@@ -25,9 +25,9 @@ python=("${PYTHON:-python3}")
 limit_s=${LIMIT_S:-540}
 export PYTHONPATH="$PWD/src:$PWD/benchmarks:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-# What these tests share with those of a CPU.
+# Tests that also run on a CPU use this device.
 [ -n "${TINY:-}" ] && [ -z "${SIMULATED:-}" ] || export OUTCORE_TEST_DEVICE=cuda
-# Of pytest's settings those of the project would refuse a machine that lacks a plugin, or whose libraries warn.
+# The project's own pytest settings would fail on a machine that lacks a plugin, or whose libraries warn.
 pytest=("${python[@]}" -m pytest -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider -q -m gpu
   -o "markers=gpu: needs a GPU" -o faulthandler_timeout=100)
 
@@ -48,12 +48,12 @@ if [ -z "${TINY:-}" ]; then
   short=(--tokens 8192 --steps 3 --recorded-steps 1 --svg "$out")
   middle=(--tokens 16384 --steps 3 --recorded-steps 1 --svg "$out")
   step=(--turns 3 --steps 2 --batch-size 8 --seq-len 1024)
-  update=(--repeats 5 --rules lion adamw:8bit) disk=(--nbytes 4GiB)  # others take longer than the section may
+  update=(--repeats 5 --rules lion adamw:8bit) disk=(--nbytes 4GiB)  # other rules take longer than the section may
   tests="" sanitized="delays and window or plain_bits and gpt2 and recompute"
 else
   tiny=(--layers 2 --hidden 64 --intermediate 160 --heads 2 --kv-heads 1 --vocabulary 1000 --seq-len 32)
   cap24=1MiB cap80=8MiB
-  # Measuring takes so much; a plan gets so little of it that weights must move.
+  # Measuring needs this much; a plan gets only so small a share of it that weights must move.
   [ -z "${SIMULATED:-}" ] || { cap24=257MiB cap80=512MiB tiny+=(--device-share 0.01); }
   large=("${tiny[@]}" --tokens 64 128 --steps 1 --recorded-steps 1 --svg "$out")
   short=("${tiny[@]}" --tokens 64 --steps 1 --recorded-steps 1 --svg "$out")
@@ -73,7 +73,7 @@ run() { # run SECTION SECONDS EXTENSION COMMAND...
   echo "== $name (at $SECONDS s, $limit s at most)"
   sed -i "/^$name\$/d" "$out/failed.txt"
   echo "$name" >>"$out/failed.txt"
-  # What is told to stop prints what it has found, and then gives its memory back.
+  # A command that is told to stop prints its results, and then gives its memory back.
   if timeout -k 60 "$limit" "$@" 2>&1 >"$file" | tee "$out/$name.log"; then
     echo "$name" >>"$out/done.txt"
     sed -i "/^$name\$/d" "$out/failed.txt"
@@ -91,7 +91,7 @@ mapfile -t wanted < <(
   printf '%s\n' "${wanted[@]}" | grep -xFf "$out/failed.txt"
 )
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv 2>/dev/null | tee "$out/gpu.txt" || true
-# On a disk, not in memory. A folder that nobody holds was left by a call that was killed.
+# On a disk, not in memory. A folder that no process has locked was left by a call that was killed.
 for left in "$PWD"/gpu-disk.*; do [ ! -d "$left" ] || flock -n "$left" rm -rf "$left"; done
 scratch=$(mktemp -d "$PWD/gpu-disk.XXXXXX")
 exec 9<"$scratch"
@@ -107,7 +107,7 @@ for section in "${wanted[@]}"; do
       run large_7b_24 340 json "${python[@]}" benchmarks/large.py --shape 7b "${middle[@]}" --device-memory $cap24 --disk "$scratch" ;;
     large_7b_80)
       run large_7b_80 300 json "${python[@]}" benchmarks/large.py --shape 7b "${middle[@]}" --device-memory $cap80 --disk "$scratch" ;;
-    # Apart, since it may compile its CPU Adam first; where it is not installed this says so.
+    # Separate, since it may compile its CPU Adam first; if it is not installed, the report says so.
     deepspeed)
       run deepspeed 300 json "${python[@]}" benchmarks/large.py --shape 3b "${large[@]}" --device-memory $cap80 \
         --against deepspeed --only-against ;;

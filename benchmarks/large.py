@@ -1,17 +1,17 @@
-"""Large models: a step over the bound of its plan, beside the same with overlap off, plain PyTorch and DeepSpeed.
+"""Large models: a step over the bound of its plan, beside the same step without overlap, plain PyTorch and DeepSpeed.
 
 Prints one JSON object at the end, or before it closes anything if it is stopped, and each case on standard error as
-soon as it is measured. A case is a number of tokens per step under a cap on device memory, which the allocator
-enforces. The model is a Llama built in code (bf16 weights with fp32 masters, clipped but for ``--early``); its first
-values are made unit by unit. For each case it is prepared by the plan that ``prepare`` finds for it, and what a step is
-predicted to take is said before. What fails ends only its case.
+soon as it is measured. A case is a number of tokens per step under a limit on device memory, which the allocator
+enforces. The model is a Llama built in code (bf16 weights with fp32 masters, clipped except with ``--early``). Its
+first values are made unit by unit. For each case it is prepared with the plan that ``prepare`` finds, and the predicted
+step is printed first. A failure ends only its own case.
 
 The bound (docs/overlap.md) comes from rates that were measured alone, before the run and without the engine:
 benchmarks/rates.py. ``over_bound`` uses the rate of each direction of the bus alone; ``over_bound_together`` that of
-both at once. Units whose policy is ``recompute`` count as recomputed, so only steps that keep some of their activations
-while there is room can be below 1. A step is from the end of one ``optimizer.step()`` on the device to
-that of the next. Steps are measured without the recorder, then some more are recorded: they tell what compute waited
-for, and are drawn with ``--svg``. ``serial`` is the same model and plan with every operation waited for at once.
+both at once. Units whose policy is ``recompute`` count as recomputed, so a step can be below 1 only if it keeps some
+activations while there is room. A step is from the end of one ``optimizer.step()`` on the device to
+that of the next. Steps are measured without the recorder. Some more are then recorded: they show what compute waited
+for, and are drawn with ``--svg``. ``serial`` is the same model and plan, with each operation waited for at once.
 
     python benchmarks/large.py --shape 3b --device-memory 24GiB 80GiB --tokens 8192 16384 32768 --svg pictures
     python benchmarks/large.py --shape tiny --device cpu --seq-len 32 --tokens 64 128 --device-memory 24MiB
@@ -57,16 +57,16 @@ from outcore.spec.plan import Plan
 from outcore.spec.timeline import COMPUTE, Timeline
 
 HOST_SHARE, DISK_SHARE = 0.94, 0.9
-"""Of what is free; the rest is for the interpreter, the driver and first values on their way."""
+"""Shares of what is free; the rest is for the interpreter, the driver and first values in transit."""
 DEVICE_SHARE = 0.9
-"""Of the cap, as by default of a GPU: the rest is what the allocator cannot give again, and kernels' workspace."""
+"""Share of the cap, as by default for a GPU: the rest is memory the allocator cannot reuse, and kernels' workspace."""
 
 
 def lay_out(args: argparse.Namespace, limits: Limits, tokens: int) -> tuple[Layout, Plan, Simulation | None]:
-    """Micro-batches as large as memory allows, and what ``prepare`` plans for them, in time.
+    """Choose micro-batches as large as memory allows, and the plan of ``prepare`` for them, with its simulation.
 
     Raises:
-        PlanInfeasibleError, torch.OutOfMemoryError: Not even one sequence at a time will do.
+        PlanInfeasibleError, torch.OutOfMemoryError: Not even one sequence at a time fits.
     """
     sequences = tokens // args.seq_len
     while True:
@@ -90,14 +90,14 @@ def lay_out(args: argparse.Namespace, limits: Limits, tokens: int) -> tuple[Layo
 
 
 def budget_of(args: argparse.Namespace, limits: Limits) -> outcore.Budget:
-    """What a plan may take."""
+    """The budget of a plan."""
     return outcore.Budget(
         device=limits.device_bytes, host=limits.host_bytes, disk=args.disk, disk_bytes=limits.disk_bytes
     )
 
 
 def rates_of(spec: ModelSpec, layout: Layout, machine: Machine, which: str) -> Rates:
-    """What the bound is worked out from. Embeddings, head and loss count as the root's."""
+    """Rates from which the bound is computed. Embeddings, head and loss count as the root's."""
     forward_s, backward_s = {"": layout.passes.rest_forward_s}, {"": layout.passes.rest_backward_s}
     for unit in blocks(spec):
         forward_s[unit.name], backward_s[unit.name] = layout.passes.block_forward_s, layout.passes.block_backward_s
@@ -115,7 +115,7 @@ def rates_of(spec: ModelSpec, layout: Layout, machine: Machine, which: str) -> R
 
 
 def blocks(spec: ModelSpec) -> list[UnitSpec]:
-    """The units that are repeated; not a large embedding."""
+    """The repeated units, without a large embedding."""
     return [unit for unit in spec.units if ".layers." in unit.name]
 
 
@@ -163,20 +163,20 @@ def describe(
 
 
 def rates_line(machine: Machine) -> str:
-    """All rates, for people."""
+    """Format all rates for people."""
     rates = {f"{link} {which}": rate for which, links in machine.links.items() for link, rate in links.items()}
     found = [f"{name} {rate / 1e9:.3g} GB" for name, rate in (rates | dict(machine.disk)).items()]
     return ", ".join([*found, *(f"{name} {rate / 1e9:.3g}e9" for name, rate in machine.parameters_per_s.items())])
 
 
 def parts_of(bound: Bound) -> dict[str, dict[str, float]]:
-    """Seconds that the bound consists of, and of every resource in a step."""
+    """Seconds that the bound consists of, and seconds of every resource in a step."""
     parts = {"bound": bound.parts, "total": bound.total_s}
     return {name: {r: float(f"{s:.4g}") for r, s in seconds.items() if s} for name, seconds in parts.items()}
 
 
 def limits_of(args: argparse.Namespace, cap_bytes: int) -> Limits:
-    """What is free, and the cap."""
+    """What is free, with the cap on device memory."""
     host_bytes = int(HOST_SHARE * host_free_bytes()) if args.host_memory is None else args.host_memory
     disk_bytes = int(DISK_SHARE * disk_free_bytes(args.disk)) if args.disk_memory is None else args.disk_memory
     device_bytes = cap_bytes if args.device == "cpu" else int(args.device_share * cap_bytes)
@@ -184,14 +184,14 @@ def limits_of(args: argparse.Namespace, cap_bytes: int) -> Limits:
 
 
 def run_case(args: argparse.Namespace, spec: ModelSpec, cap_bytes: int, tokens: int, found: dict[str, Any]) -> None:
-    """Measure steps of some tokens under a cap, as far as that goes.
+    """Measure steps with a number of tokens under a cap, as far as possible.
 
     Args:
-        args: Of the command line.
-        spec: Of the model.
-        cap_bytes: Device memory.
-        tokens: Of a step.
-        found: Gets what is known, as soon as it is.
+        args: The command line.
+        spec: The model.
+        cap_bytes: Limit on device memory.
+        tokens: Tokens of a step.
+        found: Receives results as soon as they are known.
     """
     found |= {"cap_bytes": cap_bytes, "tokens": tokens}
     try:
@@ -242,7 +242,7 @@ def _measure_case(
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """Where things live, in numbers."""
+    """Where data is kept, in numbers."""
     kinds = ("weights", "gradients", "states", "update", "policy", "activations")
     homes = {kind: dict(Counter(getattr(unit, kind) for unit in plan.units)) for kind in kinds}
     slots = {f"{pool.tier} {pool.kind}": pool.num_slots for pool in plan.pools}
@@ -251,7 +251,7 @@ def summary(plan: Plan) -> dict[str, Any]:
 
 
 def draw(args: argparse.Namespace, cap_bytes: int, case: Mapping[str, Any], timeline: Timeline) -> None:
-    """Save the picture of a step."""
+    """Save a picture of a step."""
     cap = format_bytes(cap_bytes)
     shape = shape_name(args)
     about = f"Llama {shape}, {case['tokens']} tokens, device memory capped at {cap}"
@@ -263,7 +263,7 @@ def draw(args: argparse.Namespace, cap_bytes: int, case: Mapping[str, Any], time
 
 
 def line_of(case: Mapping[str, Any]) -> str:
-    """What matters most of a case."""
+    """Format the most important results of a case."""
     waits = ", ".join(f"{lane} {s:.3f}" for lane, s in case["exposed_s_per_step"].items()) or "nothing"
     line = f"{case['tokens']:>7} tokens in {case['micro_batches']}: {case['step_s']['median']:.3f} s"
     line += f", bound {case['bound_s']:.3f} s ({case['binding']}): {case['over_bound']:.3f}"
@@ -305,7 +305,7 @@ def main() -> None:
     """Run the benchmark."""
     args = arguments()
     if args.device == "cpu":
-        torch.set_num_threads(1)  # for trying it out: shapes so small only wait for a second thread
+        torch.set_num_threads(1)  # for a trial run: with such small shapes a second thread would only wait
     model = on_meta(config_of(args))
     spec = partition(model, state_names=STATES, precision="bf16").spec
     shape = {
@@ -316,18 +316,18 @@ def main() -> None:
     del model
     found: dict[str, Any] = {"benchmark": "large", **shape, "cases": [], "rivals": {}}
 
-    stdout = sys.stdout  # rivals run with another
+    stdout = sys.stdout  # rivals run with another one
 
-    @functools.cache  # once
+    @functools.cache  # only once
     def report() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(json.dumps(found | context("transformers")), file=stdout, flush=True)
 
     def stop(*_: object) -> None:
-        report()  # now, since closing may take minutes
+        report()  # before closing, which may take minutes
         sys.exit(143)
 
-    signal.signal(signal.SIGTERM, stop)  # ``timeout`` sends it
+    signal.signal(signal.SIGTERM, stop)  # ``timeout`` sends SIGTERM
     try:
         for cap_bytes, tokens in itertools.product(() if args.only_against else args.device_memory, args.tokens):
             found["cases"].append({})

@@ -1,7 +1,7 @@
-"""Llama shapes for benchmarks: any size, built on the meta device, first values at the speed of a copy.
+"""Llama shapes for benchmarks: any size, built on the meta device, with first values made at the speed of a copy.
 
 Logits of a whole step would take more memory than the model (32768 tokens x 32000 words x 14 bytes are 15 GB), so the
-loss is taken over pieces of the tokens, each of them again in backward, as fused losses do. All contestants run this.
+loss is taken over pieces of the tokens, each computed again in backward, as fused losses do. All contestants run this.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ SHAPES: dict[str, dict[str, int]] = {
 VOCABULARY = 32000
 LOSS_TOKENS = 4096
 """Tokens per piece of the loss."""
-_NOISE_NUMEL = 2**24 - 3  # odd: rows of a matrix are not equal
+_NOISE_NUMEL = 2**24 - 3  # odd, so that rows of a matrix are not equal
 
 
 class Llama(LlamaForCausalLM):
-    """Llama with a loss in pieces, and with first values that are cut from one piece of noise."""
+    """Llama with a loss in pieces, and with first values cut from one piece of noise."""
 
     _noise: torch.Tensor | None = None
 
     def __init__(self, config: LlamaConfig) -> None:
-        """Args: config: Any."""
+        """Args: config: Any configuration."""
         super().__init__(config)
         self.model._init_weights = self._init_weights  # the inner model has one of its own
 
@@ -50,7 +50,7 @@ class Llama(LlamaForCausalLM):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """7 billion normal numbers take a minute and more; copies of 16 million take seconds."""
+        """Copy noise: 7 billion normal numbers take more than a minute; copies of 16 million take seconds."""
         if not isinstance(module, nn.Linear | nn.Embedding):
             super()._init_weights(module)
             return
@@ -65,7 +65,7 @@ class Llama(LlamaForCausalLM):
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """A shape by name, and numbers that override it."""
+    """Add options for a shape by name, and for numbers that override it."""
     parser.add_argument("--shape", choices=SHAPES, default="3b")
     for name in ("layers", "hidden", "intermediate", "heads", "kv-heads"):
         parser.add_argument(f"--{name}", type=int)
@@ -79,7 +79,7 @@ def shape_name(args: argparse.Namespace) -> str:
 
 
 def config_of(args: argparse.Namespace, layers: int | None = None) -> LlamaConfig:
-    """The shape that the command line names, with another number of layers if so."""
+    """Return the shape of the command line. Args: layers: Replaces its number of layers, if given."""
     given = {name: getattr(args, name) for name in SHAPES[args.shape]}
     sizes = SHAPES[args.shape] | {name: value for name, value in given.items() if value is not None}
     return LlamaConfig(
@@ -96,13 +96,13 @@ def config_of(args: argparse.Namespace, layers: int | None = None) -> LlamaConfi
 
 
 def on_meta(config: LlamaConfig) -> Llama:
-    """The model without any bytes, in bf16 and training."""
+    """Build the model without any bytes, in bf16 and training mode."""
     with torch.device("meta"):
         return Llama(config).to(torch.bfloat16).train()
 
 
 def materialised(config: LlamaConfig, device: str) -> Llama:
-    """The model with its first values on a device."""
+    """Build the model with its first values on a device."""
     model = on_meta(config).to_empty(device=device)
     for module in model.modules():
         model._init_weights(module)

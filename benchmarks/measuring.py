@@ -1,4 +1,4 @@
-"""What every benchmark says about itself: machine, versions, command, commit, median and spread."""
+"""What every benchmark reports of itself: machine, versions, command, commit, median and spread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def context(*packages: str) -> dict[str, object]:
 
 
 def source() -> str:
-    """Which source this is where there is no repository: a hash over names and contents of the package's files."""
+    """Identify the source where there is no repository: a hash of names and contents of the package's files."""
     folder = Path(__file__).resolve().parent.parent / "src"
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

@@ -1,7 +1,7 @@
 """What a prepared model costs over the plain loop where everything fits on the device: CPU seconds of tiny steps.
 
 Prints one JSON object. The models are so small that a step is the interpreter's work rather than the kernels': a Llama,
-and a tower of small multilayer perceptrons. Both loops stand in memory at once, with the same values, and take turns of
+and a tower of small multilayer perceptrons. Both loops are in memory at once, with the same values, and take turns of
 ``--steps`` steps, since machines are noisy; ratios are taken within a turn. The plain loop has no activation
 checkpointing and steps ``torch.optim.AdamW(fused=True)``; both clip. The prepared model follows the plan that
 ``prepare`` makes by itself. With ``--device cpu`` the time is that of the process on one thread, so other work on the
@@ -51,7 +51,7 @@ class Perceptrons(nn.Module):
 
 
 def loop(model: nn.Module, optimizer: Any, batch: dict[str, torch.Tensor]) -> Step:
-    """The loop of both."""
+    """Return a step of the loop, which is the same for both."""
 
     def step() -> torch.Tensor:
         loss = model(**batch).loss
@@ -65,7 +65,7 @@ def loop(model: nn.Module, optimizer: Any, batch: dict[str, torch.Tensor]) -> St
 
 
 def turn(step: Step, steps: int) -> float:
-    """CPU seconds per step."""
+    """Return CPU seconds per step."""
     synchronize()
     start = time.process_time()
     for _ in range(steps):
@@ -75,7 +75,7 @@ def turn(step: Step, steps: int) -> float:
 
 
 def compare(model: nn.Module, batch: dict[str, torch.Tensor], args: argparse.Namespace) -> dict[str, Any]:
-    """Both loops in turns."""
+    """Run both loops in turns."""
     twin = copy.deepcopy(model).to(args.device)
     plain = loop(twin, torch.optim.AdamW(twin.parameters(), fused=True, **HYPER), batch)
     optimizer = torch.optim.AdamW(model.parameters(), **HYPER)

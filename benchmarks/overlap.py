@@ -1,20 +1,20 @@
-"""How near a step comes to the bound of its plan, with lanes that are as slow as they are told to be.
+"""How close a step comes to the bound of its plan, with lanes slowed to given speeds.
 
 Prints one JSON object. The model is a row of equal blocks whose forward and backward sleep: compute takes known time
 and none of the machine's cores. Every lane is throttled to a known bandwidth, so the bound is known (docs/overlap.md),
-and each setting lets another resource bind. ``serial_s`` is the same step with overlap off: every operation is waited
+and each setting makes another resource bind. ``serial_s`` is the same step with overlap off: every operation is waited
 for at once. A step is from the end of one ``optimizer.step()`` to that of the next, as compute sees it.
 
-On the CPU lanes are threads. With ``--device cuda`` copies and compute sleep on their streams: exactly so long on the
-simulated GPU (docs/simulated-gpu.md), by its clock on a real one.
+On the CPU lanes are threads. With ``--device cuda`` copies and compute sleep on their streams: for exactly that time on
+the simulated GPU (docs/simulated-gpu.md), and by its clock on a real one.
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --settings h2d --windows forward --picture
     python tests/simulated_gpu/run.py benchmarks/overlap.py --device cuda
     torchrun --nproc-per-node 2 benchmarks/overlap.py
 
-Started as several ranks, each is a process on this machine, gradients and weights go between them over gloo, and lanes
-between ranks are throttled like the others. Rank 0 says how long its steps take.
+With several ranks, each is a process on this machine. Gradients and weights go between them over gloo, and lanes
+between ranks are throttled like the others. Rank 0 reports how long its steps take.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ FORWARD, BACKWARD = 1.0, 2.0
 
 @dataclass(frozen=True)
 class Setting:
-    """How long each lane works for one block, in the same units, and where blocks have their states."""
+    """How long each lane works for one block, in the same units, and where blocks keep their states."""
 
     h2d: float = 0.5
     d2h: float = 0.5
@@ -74,12 +74,12 @@ class Setting:
     disk: float = 0.0
     states: Tier = "host"
     saved: float = 0.0
-    """How long ``d2h`` takes for what a forward saves, and the disk for the same, if it leaves."""
+    """Time of ``d2h`` for what a forward saves, and of the disk for the same, if it leaves the device."""
     activations: Tier = "device"
     policy: Policy = "recompute"
-    """``select`` saves one product and computes all else again."""
+    """``select`` saves one product and computes the rest again."""
     reduce: float = 0.5
-    """Of gradients between ranks, and so on: where there are several."""
+    """Time for gradients between ranks, if there are several; the next two are for weights."""
     gather: float = 0.5
     link: float = 0.5
     cut: tuple[Partition, Gather] = ("replicate", "link")
@@ -106,12 +106,12 @@ BETWEEN_RANKS = {
     "link_reduce": Setting(link=2.0, reduce=2.0, cut=("world", "link")),
     "one_copy": Setting(reduce=2.0, gather=0.0, cut=("node", "host")),
 }
-"""``one_copy``: new weights are only waited for."""
+"""Settings for several ranks. ``one_copy``: new weights only need a wait."""
 WINDOWS = ("forward", "backward", "speculation")
 
 
 def keep_busy(x: torch.Tensor, seconds: float) -> None:
-    """Let what computes on a tensor take time."""
+    """Let the work on a tensor take time."""
     if x.is_cuda:
         sleep_on_stream(seconds)
     else:
@@ -119,7 +119,7 @@ def keep_busy(x: torch.Tensor, seconds: float) -> None:
 
 
 class Sleep(torch.autograd.Function):
-    """Takes time in forward and backward, and gives a weight a gradient."""
+    """Sleeps in forward and backward, and gives a weight a gradient."""
 
     @staticmethod
     def forward(
@@ -139,10 +139,10 @@ class Sleep(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """One parameter, and a forward and backward of known length."""
+    """A block with one parameter, and a forward and backward of known length."""
 
     def __init__(self, numel: int, unit_s: float, saved: int = 0, selected: int = 0) -> None:
-        """Args: unit_s: Seconds of forward. saved: Values that forward saves. selected: Those of a product."""
+        """Args: unit_s: Seconds of forward. saved: Values that forward saves. selected: Those that a product saves."""
         super().__init__()
         self.weight, self.saved, self.selected = nn.Parameter(torch.zeros(numel)), saved, selected
         self.forward_s, self.backward_s = FORWARD * unit_s, BACKWARD * unit_s
@@ -155,10 +155,10 @@ class Block(nn.Module):
 
 
 class Row(nn.Module):
-    """Blocks behind one another."""
+    """A sequence of blocks."""
 
     def __init__(self, num_blocks: int, numel: int, unit_s: float, saved: int = 0, selected: int = 0) -> None:
-        """Args: see ``Block``."""
+        """Args: See ``Block``."""
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
         self.blocks = nn.ModuleList(Block(numel, unit_s, saved, selected) for _ in range(num_blocks))
@@ -174,9 +174,9 @@ class Case:
     """One setting in one window: its plan, throttle and bound."""
 
     def __init__(self, setting: Setting, window: str, args: argparse.Namespace) -> None:
-        """Args: args: Of the command line."""
+        """Args: args: The command line."""
         self._args, self._clips = args, window != "backward"
-        # Weights take as long on the same lane as the setting says.
+        # What is saved goes through the gradients' lane, which takes ``setting.d2h`` for ``numel`` values.
         saved = round(args.numel * setting.saved / setting.d2h)
         self._saved, self._selected = (0, saved) if setting.policy == "select" else (saved, 0)
         unit_s = args.milliseconds / 1e3
@@ -185,13 +185,13 @@ class Case:
         self.plan = plan_for(spec, setting, args, saved_bytes=4 * saved * leaves, is_early=window != "forward")
         self.throttle, rates = paces(spec, self.plan, setting, unit_s, device=args.device)
         self.thread_s: list[float] = []
-        """Of the processor, in the thread that drives: what a busy machine does not change."""
+        """Processor seconds per step of the thread that drives, which a busy machine does not change."""
         step = (spec, self.plan, rates, usual_visits(spec), Circumstances(clips=self._clips))
         self.bound = bound_of(*step)
         self.simulated_s = simulate(*step).step_s
 
     def run(self, steps: int, *, serial: bool) -> tuple[list[float], Timeline]:
-        """Seconds of each step, and their timeline."""
+        """Return the seconds of each step, and their timeline."""
         with self._prepared(serial=serial) as (model, optimizer):
             if not serial:
                 self._step(model, optimizer)
@@ -240,7 +240,7 @@ class Case:
 def plan_for(
     model: ModelSpec, setting: Setting, args: argparse.Namespace, *, saved_bytes: int = 0, is_early: bool
 ) -> Plan:
-    """Weights and gradients of all blocks on the host, the root on the device."""
+    """A plan with weights and gradients of all blocks on the host, and the root on the device."""
     units = [UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")]
     homes: dict[str, Any] = {"weights": "host", "gradients": "host", "states": setting.states}
     homes |= {"policy": setting.policy, "activations": setting.activations, "saved_bytes": saved_bytes}
@@ -261,7 +261,7 @@ def plan_for(
 def paces(
     model: ModelSpec, plan: Plan, setting: Setting, unit_s: float, *, device: str
 ) -> tuple[dict[str, float], Rates]:
-    """What makes every lane as slow as the setting wants it: bytes per second of lanes, and the same as rates."""
+    """Return the throttle that gives each lane the setting's speed, in bytes per second, and the same as rates."""
     spec, unit = model.units[-1], plan.units[-1]
     states, weights = states_bytes(spec, unit, model), weights_home(spec, unit)
     written = {
@@ -278,7 +278,7 @@ def paces(
         written |= dict.fromkeys(("disk_write", "weights_read"), (unit.saved_bytes, setting.saved))
     throttle = {lane: nbytes / (units * unit_s) for lane, (nbytes, units) in written.items() if units}
     links: dict[str, float] = {LINK_OF[lane]: rate for lane, rate in throttle.items()}
-    # Between ranks a lane writes what is a rank's own, too. What is added up is read from all of them.
+    # Between ranks a lane also writes what belongs to the rank itself. A sum reads the parts of all ranks.
     others = {"reduce": spec.others_bytes, "gather": (weights.num_copies - 1) * spec.run_bytes}
     others |= {"link": spec.weight_bytes - weights.nbytes}
     links |= {lane: others[lane] / (written[lane][1] * unit_s) for lane in others if others[lane] and written[lane][1]}
@@ -297,7 +297,7 @@ def paces(
 
 
 def measure(case: Case, args: argparse.Namespace) -> tuple[dict[str, object], Timeline]:
-    """One line of the result."""
+    """Return one line of the result."""
     seconds, timeline = case.run(args.steps, serial=False)
     thread_s = spread(case.thread_s)
     serial_s, _ = case.run(args.serial_steps, serial=True)
@@ -321,7 +321,7 @@ def measure(case: Case, args: argparse.Namespace) -> tuple[dict[str, object], Ti
 
 
 def picture(timeline: Timeline, seconds: float, width: int = 160) -> str:
-    """The first ``seconds`` as text, a row per lane; operations of blocks stand under the number of the block."""
+    """Draw the first ``seconds`` as text, one row per lane; a block's operations appear under its number."""
     start_s = timeline.start_s
     cut = timeline.between(start_s, start_s + seconds)
     spans = [s for s in cut.spans if s.name not in ("forward", "backward", "step")]
@@ -344,7 +344,7 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     settings = SETTINGS if NUM_RANKS == 1 else BETWEEN_RANKS
-    windows = ["forward", "backward"] if NUM_RANKS == 1 else ["forward"]  # ranks update behind backward
+    windows = ["forward", "backward"] if NUM_RANKS == 1 else ["forward"]  # ranks update after backward
     parser.add_argument("--settings", nargs="*", default=list(settings), choices=settings)
     parser.add_argument("--windows", nargs="*", default=windows, choices=WINDOWS)
     parser.add_argument("--device", default="cpu")

@@ -1,7 +1,7 @@
-"""A timeline as a picture: an SVG that needs nothing but itself, a row per lane.
+"""A timeline as a picture: a self-contained SVG with a row per lane.
 
-Spans are coloured by what they do; what compute waits for is red and hatched, in a row of its own under the name of the
-lane. On the right of each row stands how long it was busy, and how fast it moved its bytes.
+Spans are coloured by what they do. What compute waits for is red and hatched, in a row of its own under the name of the
+lane. On the right of each row are its busy time and the speed at which it moved bytes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from outcore.spec.timeline import COMPUTE, Span, Timeline
 LEFT, RIGHT, TOP, WIDTH = 112, 190, 64, 1480
 ROW, GAP, AXIS, LEGEND = 30, 8, 34, 26
 CHARACTER = 6.2
-"""Width of a letter of 10 pixels' height."""
+"""Width of a letter 10 pixels high."""
 WAIT = "waits"
 OUTER = {"forward": "#dbe7f5", "backward": "#e4dcf1", "step": "#d9d9d9"}
-"""Of the whole model, around those of units."""
+"""Colours of the whole model's spans, around those of units."""
 COLOURS = {
     "forward": "#3b78b8",
     "backward": "#7a55a6",
@@ -45,8 +45,8 @@ def svg(timeline: Timeline, title: str) -> str:
     """Draw a timeline, such as that of one step.
 
     Args:
-        timeline: At least one span.
-        title: What ran, on what.
+        timeline: A timeline with at least one span.
+        title: What ran, and where.
 
     Returns:
         The file's text.
@@ -91,7 +91,7 @@ def kind_of(name: str) -> str:
 
 
 def _rows(timeline: Timeline) -> Iterator[tuple[str, Sequence[Span], str]]:
-    """Name, spans and what is said on the right."""
+    """Yield each row's name, its spans, and the text on its right."""
     busy_s, moved = timeline.busy_s(), timeline.moved_bytes()
     wall_s = max(timeline.wall_s, 1e-9)
     for lane in timeline.lanes():
@@ -128,13 +128,13 @@ def _box(span: Span, y: float, start_s: float, scale: float, *, is_wait: bool) -
 
 
 def _label(span: Span, *, is_wait: bool) -> str:
-    """The number of the unit, or the end of its name; a wait says for whom."""
+    """Return the number of the unit, or the end of its name; for a wait, what it is for."""
     unit = span.name.rsplit(" ", 1)[-1].rsplit(".", 1)[-1]
     return f"{span.lane} {unit}" if is_wait else unit
 
 
 def _axis(wall_s: float, scale: float, top: float, bottom: float) -> Iterator[str]:
-    """Lines at round moments, in seconds."""
+    """Draw lines at round times, in seconds."""
     step_s = _round_step(wall_s / 8) if wall_s > 0 else 1.0
     digits = max(0, -math.floor(math.log10(step_s)))
     for i in range(int(wall_s / step_s + 1e-6) + 1):
@@ -144,7 +144,7 @@ def _axis(wall_s: float, scale: float, top: float, bottom: float) -> Iterator[st
 
 
 def _round_step(least: float) -> float:
-    """The next of 1, 2 and 5 times a power of ten."""
+    """Return the next of 1, 2 and 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * n for n in (1, 2, 5, 10) if power * n >= least)
 

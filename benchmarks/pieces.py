@@ -1,7 +1,7 @@
-"""What a batch in pieces costs beside accumulation over the same pieces, where the weights bind.
+"""The cost of a batch in pieces beside accumulation over the same pieces, where the weights bind.
 
-Prints one JSON object. Blocks sleep in forward and backward for each row of a batch, so that the whole batch computes
-equally long in however many pieces, and the bus is so slow that bringing a block takes ``--weights`` times as long as
+Prints one JSON object. Blocks sleep in forward and backward for each row of a batch, so the whole batch takes the same
+compute time in any number of pieces. The bus is so slow that fetching a block takes ``--weights`` times as long as
 its forward of all rows. Both contestants run in turn, for each number of pieces: units that run the batch in pieces
 (``micro_batches_in_unit``), and a loop over as many micro-batches. ``fetched_bytes`` are those of a step.
 
@@ -31,7 +31,7 @@ ROWS = 16
 
 
 class Sleep(torch.autograd.Function):
-    """Takes time for each row, twice as long in backward."""
+    """Sleeps for each row, twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, row_s: float) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """One parameter."""
+    """A block with one parameter."""
 
     def __init__(self, numel: int, row_s: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Row(nn.Module):
-    """Blocks behind one another."""
+    """A sequence of blocks."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Row(nn.Module):
 
 @contextlib.contextmanager
 def prepared(args: argparse.Namespace, pieces: int) -> Iterator[Any]:
-    """Weights and gradients on the host, activations kept."""
+    """Prepare with weights and gradients on the host, and activations kept."""
     model = Row(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     cut = partition(model, units=[Block], state_names=("exp_avg", "exp_avg_sq"), micro_batches_in_unit=pieces)
@@ -93,7 +93,7 @@ def prepared(args: argparse.Namespace, pieces: int) -> Iterator[Any]:
 
 
 def measure(args: argparse.Namespace, pieces: int, micro_batches: int) -> dict[str, Any]:
-    """Seconds and bytes of a step."""
+    """Return the seconds and bytes of a step."""
     batch, seconds = torch.ones(ROWS, 1), []
     with prepared(args, pieces) as (model, optimizer):
         for step in range(args.steps + 1):

@@ -1,10 +1,10 @@
-"""Predicted steps against real ones. Every prediction is written down before the first step of its case.
+"""Predicted steps compared with real ones. Every prediction is recorded before the first step of its case.
 
 Prints one JSON object, and on standard error a line per prediction and per measurement, as they come.
 
-``throttled``: rows of blocks that sleep, as in ``overlap.py``, with lanes as slow as a random draw says. The machine is
-measured by the probe, which knows nothing of the draw; of the blocks it is told how long they sleep. ``models``: small
-Llamas with nothing throttled, everything on the device, in host memory or on disk. Their work is counted on shapes
+``throttled``: rows of blocks that sleep, as in ``overlap.py``, with lanes of random speed. The machine is measured by
+the probe, which does not know these speeds; it is told how long blocks sleep. ``models``: small
+Llamas without throttles, with everything on the device, in host memory or on disk. Their work is counted from shapes
 alone, and the machine is measured once.
 
     python benchmarks/predict.py
@@ -75,7 +75,7 @@ def steps_s(
 
 
 def compared(name: str, predicted_s: float, run: Callable[[], list[float]]) -> dict[str, Any]:
-    """Say the prediction, then run, then say what it was."""
+    """Print the prediction, run the case, and print the result."""
     print(f"{time.strftime('%H:%M:%S')} {name}: predicted {predicted_s:.4f} s", file=sys.stderr)
     seconds = run()
     ratio = predicted_s / statistics.median(seconds)
@@ -124,7 +124,7 @@ def throttled(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def models(args: argparse.Namespace, hardware: Hardware) -> Iterator[dict[str, Any]]:
-    """Small Llamas, wherever their bytes live."""
+    """Small Llamas, with their data in all places."""
     for hidden, length, policy, home in itertools.product(args.hidden, args.lengths, args.policies, HOMES):
         torch.manual_seed(0)
         model = LlamaForCausalLM(_config(hidden, args.layers)).to(DTYPES[args.precision])
@@ -156,7 +156,7 @@ def _config(hidden: int, layers: int) -> LlamaConfig:
 
 
 def summary(found: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many predictions were how near."""
+    """How many predictions were how close."""
     off = [abs(1 / line["predicted_over_measured"] - 1) for line in found]
     return {"cases": len(found), **{f"within_{n}_percent": sum(o <= n / 100 for o in off) for n in (5, 10, 20, 50)}}
 

@@ -1,4 +1,4 @@
-"""How fast a machine is, resource by resource, each measured alone: what the bound of a step is worked out from.
+"""How fast a machine is, resource by resource, each measured alone: the rates from which a step's bound is computed.
 
 Nothing of a step runs here: links copy between buffers of a unit's size, the workers and the device update a unit's
 parameters, the disk store moves a unit's states, and a model without blocks and one with a single block are timed in
@@ -47,7 +47,7 @@ class Marks:
         self._moments: list[torch.cuda.Event | float] = []
 
     def mark(self) -> None:
-        """Note the moment that the work has come to. Blocks nobody."""
+        """Mark the point that the work has reached, without blocking."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -56,7 +56,7 @@ class Marks:
             self._moments.append(time.perf_counter())
 
     def between(self) -> list[float]:
-        """Seconds from each mark to the next. Waits for the last."""
+        """Return the seconds from each mark to the next. Waits for the last mark."""
         found = []
         for start, end in zip(self._moments, self._moments[1:], strict=False):
             if isinstance(start, float) or isinstance(end, float):
@@ -73,24 +73,24 @@ class Passes:
 
     block_forward_s: float
     block_backward_s: float
-    """Without recompute."""
+    """Backward without recompute."""
     rest_forward_s: float
     """Embeddings, head and loss."""
     rest_backward_s: float
     peak_bytes: int
-    """Of device memory beyond the parameters, while one block keeps its activations; gradients included."""
+    """Device memory beyond the parameters while one block keeps its activations; gradients included."""
 
 
 def time_passes(
     config_of: Callable[[int], LlamaConfig], batch: Mapping[str, torch.Tensor], device: str, passes: int = PASSES
 ) -> Passes:
-    """Time a model without blocks, and one with a block.
+    """Time a model without blocks, and one with a single block.
 
     Args:
         config_of: Number of blocks -> configuration.
         batch: One micro-batch, on the device.
         device: ``cuda`` or ``cpu``.
-        passes: Timed ones; medians are taken. Two more come before.
+        passes: Timed passes, of which medians are taken. Two more run first.
     """
     (rest_forward_s, rest_backward_s, _), (forward_s, backward_s, peak_bytes) = (
         _time_model(config_of(layers), batch, device, passes) for layers in (0, 1)
@@ -108,7 +108,7 @@ def time_passes(
 def _time_model(
     config: LlamaConfig, batch: Mapping[str, torch.Tensor], device: str, passes: int
 ) -> tuple[float, float, int]:
-    """Seconds of forward and of backward, and peak bytes."""
+    """Return the seconds of forward and of backward, and peak bytes."""
     free_cached(device)
     model = materialised(config, device)
     before_bytes = torch.cuda.memory_allocated() if device.startswith("cuda") else 0
@@ -127,7 +127,7 @@ def _time_model(
 
 
 def free_cached(device: str) -> None:
-    """Give back what nothing uses, and measure peaks from here on."""
+    """Release cached memory, and measure peaks from here on."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
@@ -135,11 +135,11 @@ def free_cached(device: str) -> None:
 
 
 def link_rates(device: Device, nbytes: int) -> dict[str, dict[str, float]]:
-    """Bytes per second of ``h2d`` and ``d2h``: ``alone``, and ``together``.
+    """Return bytes per second of ``h2d`` and ``d2h``: ``alone``, and ``together``.
 
     Args:
-        device: Its lanes are idle.
-        nbytes: Per copy.
+        device: A device whose lanes are idle.
+        nbytes: Bytes per copy.
     """
     with _pinned(device, 2 * nbytes) as here:
         there = device.allocate(2 * nbytes)
@@ -153,7 +153,7 @@ def link_rates(device: Device, nbytes: int) -> dict[str, dict[str, float]]:
 def _copy_rate(
     device: Device, lanes: Sequence[Lane], ways: Mapping[Lane, tuple[torch.Tensor, torch.Tensor]], nbytes: int
 ) -> dict[str, float]:
-    """The first and the last copies may have a link for themselves, so they do not count."""
+    """Return bytes per second. The first and last copies may have a link to themselves, so they do not count."""
     device.synchronize()
     device.recorder.start(num_steps=1)
     for _ in range(COPIES):
@@ -186,11 +186,11 @@ def _pinned(device: Device, nbytes: int) -> Iterator[torch.Tensor]:
 
 
 def update_rates(device: Device, unit: UnitSpec) -> dict[str, float]:
-    """Parameters per second: ``update`` by the workers, and ``device``, each over the states of one unit.
+    """Return parameters per second: ``update`` by the workers, and ``device``, each over the states of one unit.
 
     Args:
-        device: Idle.
-        unit: Of bf16 weights with fp32 masters.
+        device: An idle device.
+        unit: A unit of bf16 weights with fp32 masters.
     """
     numel = sum(p.numel for p in unit.trainable)
     nbytes = _states_bytes(unit) + 2 * unit.trainable_bytes
@@ -201,7 +201,7 @@ def update_rates(device: Device, unit: UnitSpec) -> dict[str, float]:
         del pieces
     found = {"update": numel / statistics.median(seconds)}
     pieces = _pieces(unit, device.allocate(nbytes))
-    room = device.allocate(min(unit.update_bytes, device.update_block_bytes))  # so that launches are not what counts
+    room = device.allocate(min(unit.update_bytes, device.update_block_bytes))  # so that launches do not dominate
     seconds = _repeat(lambda: update_blocks(pieces, room), device.torch_device.type)
     return found | {"device": numel / statistics.median(seconds)}
 
@@ -220,7 +220,7 @@ def _states_bytes(unit: UnitSpec) -> int:
 
 
 def _pieces(unit: UnitSpec, memory: torch.Tensor) -> list[Piece]:
-    """All parameters of a unit over memory that holds three states, gradients and weights, one behind another."""
+    """All parameters of a unit over memory that holds three states, gradients and weights in sequence."""
 
     def views(start: int, parts: Sequence[Part]) -> list[torch.Tensor]:
         places = [(start + part.offset, part) for part in parts]
@@ -240,11 +240,11 @@ def _pieces(unit: UnitSpec, memory: torch.Tensor) -> list[Piece]:
 
 
 def disk_rates(folder: Path, nbytes: int) -> dict[str, float]:
-    """Bytes per second of ``disk_write`` and ``disk_read`` through the store, one after the other.
+    """Return bytes per second of ``disk_write`` and ``disk_read`` through the store, measured one after the other.
 
     Args:
-        folder: Of the disk tier.
-        nbytes: Of an extent, such as the states of a unit.
+        folder: Folder of the disk tier.
+        nbytes: Bytes of an extent, such as the states of a unit.
     """
     with DiskStore.open([folder], EXTENTS * nbytes) as store, HostMemory.open(nbytes) as memory:
         memory.tensor.random_(generator=torch.Generator().manual_seed(0))
@@ -269,12 +269,12 @@ class Machine:
 
 
 def measure_machine(torch_device: str, unit: UnitSpec, disk: Path | None) -> Machine:
-    """Measure links, updates and, where there is a folder, the disk.
+    """Measure links, updates and, if a folder is given, the disk.
 
     Args:
         torch_device: ``cuda`` or ``cpu``.
-        unit: A block: copies and updates have its size.
-        disk: Folder of the disk tier; None: not measured.
+        unit: A block, which gives copies and updates their size.
+        disk: Folder of the disk tier; None if it is not measured.
     """
     with open_device(torch_device) as device:
         links = link_rates(device, unit.weight_bytes)

@@ -1,10 +1,10 @@
-"""What checkpoints cost: steps while one is saved beside training, steps that wait for it, and the drive's own rate.
+"""The cost of checkpoints: steps during a save, steps that wait for a save, and the drive's own rate.
 
-Prints one JSON object. Blocks sleep in forward and backward, as an accelerator would leave the host alone. Three runs
-take turns: without checkpoints, with checkpoints beside training, and with ``wait=True``. ``worst`` is the slowest step
-in which a checkpoint was under way, over the median step of the run without; ``lost`` is what the checkpoints added to
+Prints one JSON object. Blocks sleep in forward and backward, so the host is free as with an accelerator. Three runs
+take turns: without checkpoints, with checkpoints during training, and with ``wait=True``. ``worst`` is the slowest step
+during a checkpoint, over the median step of the run without checkpoints; ``lost`` is what the checkpoints added to
 the whole run. ``held`` is how long the call itself took. ``straight`` writes as many bytes with as many threads and the
-same sums, from memory, or where states are on disk from another file: what the drive gives.
+same sums, from memory, or from another file if states are on disk: it shows what the drive can do.
 
     python benchmarks/saving.py --folder DIR [--clip] [--early] [--share 0.5]
 """
@@ -39,7 +39,7 @@ ROWS = 16
 
 @contextlib.contextmanager
 def prepared(args: argparse.Namespace, tier: str) -> Iterator[Any]:
-    """Weights and gradients on the host, states on a tier."""
+    """Prepare with weights and gradients on the host, and states on a tier."""
     torch.manual_seed(0)
     model = Row(args)
     units = [type(model.blocks[0])]
@@ -67,7 +67,7 @@ def prepared(args: argparse.Namespace, tier: str) -> Iterator[Any]:
 
 
 def run(args: argparse.Namespace, tier: str, mode: str) -> dict[str, Any]:
-    """Seconds of steps, and of checkpoints."""
+    """Return the seconds of steps and of checkpoints."""
     steps, beside, saves, held, nbytes = [], [], [], [], 0
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     batch = torch.ones(ROWS, 1)
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, tier: str, mode: str) -> dict[str, Any]:
 
 
 def straight(args: argparse.Namespace, nbytes: int, *, is_copy: bool) -> float:
-    """Seconds that writing so many bytes takes, and making them durable. Args: is_copy: They come from the drive."""
+    """Seconds to write ``nbytes`` and make them durable. Args: is_copy: Whether the bytes come from the drive."""
     data, nbytes = torch.zeros(2**22, dtype=torch.uint8), nbytes // 4096 * 4096
     source = os.open(args.folder / "source", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
 
@@ -128,7 +128,7 @@ def straight(args: argparse.Namespace, nbytes: int, *, is_copy: bool) -> float:
 
 
 def measure(args: argparse.Namespace, tier: str) -> dict[str, Any]:
-    """All three runs, in turns."""
+    """Make all three runs, in turns."""
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in ("without", "beside", "at_once")}
     drive_s = []
     for _ in range(args.turns):

@@ -1,13 +1,13 @@
 """Whole training steps: outcore on the device, on the host and on disk, over plain PyTorch with checkpointing.
 
 Prints one JSON object. The model is a Llama of 217M parameters (12 layers, hidden 1024), bf16 weights with fp32
-masters, clipping on, one micro-batch of 4 x 256 tokens. All contestants stand in memory at once and take turns, since
-machines are noisy; ratios are taken within a turn. A turn is a warm-up step and ``--steps`` timed ones, from the moment
-that compute has done one ``optimizer.step()`` to that of the last, so that an update that runs behind the next forward
-is counted where it delays something, and then everything is drained. Exposed seconds are those that compute waited for
-a lane. Seconds of processors, own ones and those of others, tell what a busy machine hides: let threads wait passively
-(``OMP_WAIT_POLICY=passive``), else their waiting is counted, too. DeepSpeed ZeRO-3 with CPU offload joins where it can
-be imported. With ``--compile`` blocks are compiled, those of the plain loop too; codes are made in warm-up steps.
+masters, clipping on, one micro-batch of 4 x 256 tokens. All contestants are in memory at once and take turns, since
+machines are noisy; ratios are taken within a turn. A turn is a warm-up step and ``--steps`` timed ones. Its time is
+from the moment when compute has finished one ``optimizer.step()`` to that of the last, so an update that runs beside
+the next forward counts where it delays something. Then everything is drained. Exposed seconds are those that compute
+waited for a lane. Seconds of processors, own and others', show what a busy machine hides. Let threads wait passively
+(``OMP_WAIT_POLICY=passive``), or their waiting is counted, too. DeepSpeed ZeRO-3 with CPU offload joins if it can
+be imported. With ``--compile`` blocks are compiled, also in the plain loop; code is generated in warm-up steps.
 
 ``to_host`` and ``to_disk`` are plans with everything on the device but activations, and ``--rivals`` are other ways to
 save less: the plain loop itself with the model's own checkpointing, ``torch.autograd.graph.save_on_cpu``, or TRL's
@@ -54,15 +54,15 @@ class Busy(NamedTuple):
 
     own_s: float
     system_s: float
-    """Of the own ones, those in the kernel, which finds and clears fresh memory."""
+    """Those of ``own_s`` in the kernel, which finds and clears fresh memory."""
     others_s: float
-    """Of all other processes, and of other machines on the same processors."""
+    """Seconds of all other processes, and of other machines on the same processors."""
     faults: float
-    """Pages that were not there."""
+    """Page faults."""
 
     @classmethod
     def now(cls) -> Busy:
-        """Since the machine, and the process, began."""
+        """Totals since the machine, and the process, began."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         own_s = used.ru_utime + used.ru_stime
         first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
@@ -71,7 +71,7 @@ class Busy(NamedTuple):
         return cls(own_s, used.ru_stime, all_s - own_s, used.ru_minflt)
 
     def since(self, before: Busy, steps: int) -> Busy:
-        """Per step."""
+        """Difference to an earlier total, per step."""
         return Busy(*[(b - a) / steps for a, b in zip(before, self, strict=True)])
 
 
@@ -86,7 +86,7 @@ class Contestant:
         exposed: Callable[[], dict[str, float]],
         traffic: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        """Keep what the turns need."""
+        """Store what the turns need."""
         self.name, self.step, self.drain, self.exposed, self.traffic = name, step, drain, exposed, traffic
         self.seconds: list[float] = []
         self.busy: list[Busy] = []
@@ -95,7 +95,7 @@ class Contestant:
         """Bytes per step, by lane."""
 
     def turn(self, steps: int) -> float:
-        """Run one turn; seconds per step."""
+        """Run one turn. Returns seconds per step."""
         self.step()
         await_compute()
         before, moved, busy, start = self.exposed(), self.traffic(), Busy.now(), time.perf_counter()
@@ -105,7 +105,7 @@ class Contestant:
         seconds = (time.perf_counter() - start) / steps
         self.busy.append(Busy.now().since(busy, steps))
         self.moved = {lane: (n - moved[lane]) / steps for lane, n in self.traffic().items() if n != moved[lane]}
-        self.drain()  # what compute waited for is known when it is over
+        self.drain()  # waits of compute are known only when it is over
         for lane, after in self.exposed().items():
             self.exposed_s.setdefault(lane, []).append((after - before[lane]) / steps)
         self.seconds.append(seconds)
@@ -113,10 +113,10 @@ class Contestant:
 
 
 class Plain:
-    """The loop that outcore is held against."""
+    """The loop that outcore is compared with."""
 
     def __init__(self, model: LlamaForCausalLM, batch: dict[str, torch.Tensor], *, compiles: bool = False) -> None:
-        """Masters and states of a model."""
+        """Create a model's masters and states."""
         if compiles:
             for layer in model.model.layers:
                 layer.compile()
@@ -181,10 +181,10 @@ def streamed(
     policy: str = "recompute",
     compiles: bool = False,
 ) -> Contestant:
-    """outcore with everything but the root's weights on one tier; on the disk plan gradients pass through the host.
+    """outcore with everything except the root's weights on one tier; in the disk plan gradients pass through the host.
 
-    ``fits`` is what ``prepare`` plans by itself, which is to keep all activations where there is room; ``to_host`` and
-    ``to_disk`` what it plans if they are to leave.
+    ``fits`` is the plan that ``prepare`` makes by itself: all activations are kept if there is room. ``to_host`` and
+    ``to_disk`` are its plans if activations are to leave.
     """
     optimizer = torch.optim.AdamW(model.parameters(), **HYPER)
     budget = outcore.Budget(disk=disk)
@@ -207,7 +207,7 @@ def streamed(
 
 
 def plan_for(model: ModelSpec, tier: Tier, policy: str = "recompute") -> Plan:
-    """All units on one tier."""
+    """A plan with all units on one tier."""
     gradients: Tier = "host" if tier == "disk" else tier
     units = tuple(
         UnitPlan(
@@ -226,7 +226,7 @@ def plan_for(model: ModelSpec, tier: Tier, policy: str = "recompute") -> Plan:
 
 
 def deepspeed(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contestant | str:
-    """ZeRO-3 with parameters and optimizer on the CPU, or why not."""
+    """ZeRO-3 with parameters and optimizer on the CPU, or the reason why it cannot run."""
     try:
         import deepspeed as engine_of
     except Exception as error:
@@ -240,7 +240,7 @@ def deepspeed(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contes
         "optimizer": {"type": "AdamW", "params": HYPER},
     }
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
-    os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})  # it asks MPI otherwise
+    os.environ.update({name: os.environ.get(name, value) for name, value in alone.items()})  # otherwise it asks MPI
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine, *_ = engine_of.initialize(model=model, model_parameters=model.parameters(), config=config)
 
@@ -252,7 +252,7 @@ def deepspeed(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> Contes
 
 
 def report(contestant: Contestant, baselines: Sequence[Contestant]) -> dict[str, Any]:
-    """What a contestant took, and its ratios within a turn: of time, and of processors' seconds."""
+    """A contestant's results, and its ratios within a turn: of time, and of processor seconds."""
     found: dict[str, Any] = {
         "seconds_per_step": spread(contestant.seconds),
         "processor_s_per_step": {name: spread(values) for name, values in _columns(contestant.busy).items()},
@@ -271,7 +271,7 @@ def _columns(rows: Sequence[Busy]) -> dict[str, list[float]]:
 
 
 def copy_rate() -> float:
-    """GiB per second that one thread copies on the host, as a copy lane does."""
+    """Return GiB per second that one thread copies on the host, as a copy lane does."""
     origin, target = (torch.ones(2**28, dtype=torch.uint8) for _ in range(2))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -287,7 +287,7 @@ def copy_rate() -> float:
 
 
 def await_compute() -> None:
-    """Wait for what compute was given; copies and updates behind it go on."""
+    """Wait for the work that compute was given; copies and updates after it go on."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 

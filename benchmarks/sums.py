@@ -1,12 +1,11 @@
-"""What the sums of the disk tier cost: as a rate, in transfers of the store, and in whole training steps.
+"""The cost of the disk tier's sums: as a rate, in transfers of the store, and in whole training steps.
 
-Prints one JSON object. ``rates`` has one thread, over memory that is in no cache: the sum, a copy, and ``zlib.crc32``.
+Prints one JSON object. ``rates`` uses one thread, over memory that is in no cache: the sum, a copy, and ``zlib.crc32``.
 ``paced`` moves whole extents by a store with sums and by one without, both over a drive that takes known time and none
-of the machine's cores. ``transfers`` does it over the drive that is there: one whose bytes come from the memory of a
-virtual machine's host binds at nothing but cores. ``step`` is the disk plan of benchmarks/step.py, with weights and
-states on disk, prepared twice. In each pair both run, and the one that begins
-changes; ratios are taken within pairs, since machines are noisy. ``cpu_over`` is the same for the processor time of the
-whole process, and ``share_of_cpu`` that part of it which goes into sums.
+of the machine's cores. ``transfers`` does so over the real drive: if its bytes come from the memory of a virtual
+machine's host, only cores bind. ``step`` is the disk plan of benchmarks/step.py, with weights and states on disk,
+prepared twice. In each pair both run, and take turns to begin; ratios are taken within pairs, since machines are noisy.
+``cpu_over`` is the same for the processor time of the whole process, and ``share_of_cpu`` is the part that sums take.
 
     python benchmarks/sums.py --disk /mnt/nvme --pairs 8
 """
@@ -41,21 +40,21 @@ PACES = (0.5, 1, 3)  # GB/s
 
 
 class NoSums:
-    """The same segments, and nothing known about them."""
+    """The same segments, without any sums."""
 
     def __init__(self) -> None:
         self.real = Sums()
         self.cover, self.segment = self.real.cover, self.real.segment
 
     def note(self, start: int, memory: memoryview) -> None:
-        """Forget it."""
+        """Do nothing."""
 
     def wrong(self, start: int, memory: memoryview) -> Segment | None:
-        """Believe it."""
+        """Return None: there is nothing to compare with."""
 
 
 class TimedSums(NoSums):
-    """Says how long the threads work on them."""
+    """Measures how long the threads work on sums."""
 
     spent_s: ClassVar[list[float]] = []
 
@@ -74,7 +73,7 @@ class TimedSums(NoSums):
 
 
 class PacedDrive(OsDiskIO):
-    """Takes its time, one request behind the other, and moves nothing: memory keeps what was written from there."""
+    """A drive that takes time, one request after the other, and moves nothing: memory keeps what it held."""
 
     def __init__(self) -> None:
         self.bytes_per_s = math.inf
@@ -93,7 +92,7 @@ class PacedDrive(OsDiskIO):
 
 @contextmanager
 def knowing(name: str) -> Iterator[None]:
-    """Stores that are opened inside have them, or not."""
+    """Make stores opened inside have sums, or none. Args: name: ``with``, or anything else for none."""
     real = disk.Sums
     disk.Sums = TimedSums if name == "with" else NoSums  # type: ignore[assignment, misc]
     try:
@@ -111,7 +110,7 @@ def main() -> None:
 
 
 def rates(args: argparse.Namespace) -> dict[str, object]:
-    """Bytes per second of one thread."""
+    """Return bytes per second of one thread."""
     nbytes = parse_bytes(args.nbytes, what="--nbytes")
     with HostMemory.open(nbytes) as memory, HostMemory.open(disk.STRIPE_BYTES) as other:
         memory.tensor.random_(generator=torch.Generator().manual_seed(0))
@@ -135,7 +134,7 @@ def rates(args: argparse.Namespace) -> dict[str, object]:
 
 
 def paced(args: argparse.Namespace) -> dict[str, object]:
-    """Rate of the drive in GB/s -> seconds for one extent."""
+    """Return the drive's rate in GB/s -> seconds for one extent."""
     drive, found = PacedDrive(), {}
     with _both_stores(args, drive) as moves:
         for rate in PACES:
@@ -145,7 +144,7 @@ def paced(args: argparse.Namespace) -> dict[str, object]:
 
 
 def transfers(args: argparse.Namespace) -> dict[str, object]:
-    """Seconds for one extent."""
+    """Return the seconds for one extent."""
     with _both_stores(args, None) as moves:
         return {verb: _in_pairs(both, args.pairs) for verb, both in moves.items()}
 
@@ -168,7 +167,7 @@ def _both_stores(args: argparse.Namespace, io: OsDiskIO | None) -> Iterator[dict
 
 
 def steps(args: argparse.Namespace) -> dict[str, object]:
-    """Seconds for ``--steps`` steps."""
+    """Return the seconds for ``--steps`` steps."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(args.vocabulary, (args.batch_size, args.seq_len), generator=generator).to(args.device)
     batch = {"input_ids": tokens, "labels": tokens}

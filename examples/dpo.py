@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
     things = ["tea", "coffee", "water", "milk", "bread", "soup", "rice", "fish"]
     rows = [{"prompt": f"Some {it}, please. ", "chosen": f"Here is your {it}.", "rejected": "No."} for it in things]
 
-    # Without an optimizer a model is frozen; its budget stands beside that of the policy.
+    # Without an optimizer the model is frozen; its budget is in addition to that of the policy.
     room = outcore.Budget(device="320KiB", host="256KiB", disk=folder)
     reference, _ = outcore.prepare(tiny_llama(), None, budget=room, precision="bf16")
     trainer = Trainer(

@@ -1,6 +1,6 @@
-"""Plain PyTorch, everything in memory: the loop that outcore is held against, bit for bit.
+"""Plain PyTorch with everything in memory: the loop that outcore must equal, bit for bit.
 
-bf16 weights, fp32 gradients, master weights and moments; all fp32 on a CPU that is slow with bf16.
+It has bf16 weights, and gradients, masters and moments in fp32; on a CPU that is slow with bf16, all are in fp32.
 ``python examples/plain_loop.py`` runs it alone.
 """
 
@@ -36,7 +36,7 @@ def batches(text: torch.Tensor, seed: int) -> Iterator[Batch]:
 
 
 def build(seed: int, **sizes: int) -> LlamaForCausalLM:
-    """Make a small Llama with random weights. Args: sizes: Of its configuration, others than the usual ones."""
+    """Make a small Llama with random weights. Args: sizes: Values of its configuration that replace the usual ones."""
     torch.manual_seed(seed)
     usual = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 512, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -46,7 +46,7 @@ def build(seed: int, **sizes: int) -> LlamaForCausalLM:
 
 
 def warm_up_and_decay(steps: int) -> Callable[[int], float]:
-    """Learning rate as a fraction of LR: up, then down to almost nothing."""
+    """Return the learning rate as a fraction of LR: it rises, then decays to almost nothing."""
     return lambda step: min((step + 1) / WARMUP_STEPS, 1 - step / (steps + 1))
 
 

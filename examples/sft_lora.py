@@ -24,7 +24,7 @@ class Trainer(OutcoreMixin, SFTTrainer):
 
 def main(folder: Path) -> None:
     """Learn to add; the adapter is saved in ``folder/adapter``."""
-    tiny_llama().save_pretrained(folder / "base")  # yours exists already
+    tiny_llama().save_pretrained(folder / "base")  # in your script the base model exists already
     rows = [{"prompt": f"{a} + {b} = ", "completion": str(a + b)} for a in range(8) for b in range(8)]
 
     trainer = Trainer(

@@ -1,4 +1,4 @@
-"""What holds for every test: no GPU is needed, arithmetic is repeatable, and nothing stays behind."""
+"""Fixtures and hooks for every test: no GPU is needed, arithmetic is repeatable, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import one_arithmetic
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # libraries read it when they are imported
-# Plans are made without times: nothing is measured, and tests decide what moves. Those of times name a machine.
+os.environ["HF_HUB_OFFLINE"] = "1"  # libraries read it on import
+# Plans have no predicted times: nothing is measured, and tests decide what moves. Tests of times name a machine.
 os.environ["OUTCORE_HARDWARE"] = "none"
-# How long an example takes, or is made, says nothing: others may have the processor.
+# The duration of an example, or of its generation, says nothing: other processes may have the processor.
 too_slow = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=too_slow)
 hypothesis.settings.load_profile("patient")
 
-LANE_EXIT_S = 5.0  # a closed lane's thread may still be on its last instructions
-FIRST = ("simulated_gpu", "system")  # folders
+LANE_EXIT_S = 5.0  # a closed lane's thread may still run its last instructions
+FIRST = ("simulated_gpu", "system")  # folders whose tests start first
 WORKERS_PER_CORE = 2
 EVERY_OPTIMIZER = ("parity", "loop")
 BIT_FOR_BIT = ("parity", "saving", "integrations", "loop")  # plans that update on the host, and plain loops
@@ -40,14 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; tests/simulated_gpu runs it on one"))
-        if item.path.parent.name in EVERY_OPTIMIZER:  # said once per process, by whichever test comes first
+        if item.path.parent.name in EVERY_OPTIMIZER:  # the warning comes once per process, from whichever test is first
             item.add_marker(pytest.mark.filterwarnings("ignore:torch._fused_sgd_ .* cannot be used:RuntimeWarning"))
     yield  # here pytest-randomly shuffles them
     items.sort(key=_turn)
 
 
 def _leave_pairs(items: list[pytest.Item]) -> None:
-    """Of tests marked so, those that have a pair of values that none before them has: most new pairs first."""
+    """Of tests marked `pairs`, keep those with a pair of values that no kept test has, most new pairs first."""
     tests: dict[str, list[Any]] = {}
     for item in items:
         if item.get_closest_marker("pairs"):
@@ -65,21 +65,21 @@ def _leave_pairs(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_to_search() -> None:
-    """What was imported is no garbage: searching it takes longer than most of the tests that collect garbage."""
+    """Exclude imported objects from garbage collection: to search them takes longer than most tests that collect."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """Tests wait nearly as long as they compute: for lanes that are late, for disks, and for threads that begin."""
+    """Start two workers per core: tests wait for late lanes, disks and new threads nearly as long as they compute."""
     is_said = "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ
     return None if is_said else WORKERS_PER_CORE * len(os.sched_getaffinity(0))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Each worker would import for ten seconds, and so would its nursery."""
+    """Fork the workers: otherwise each of them, and its nursery, would import for ten seconds."""
     nursery.fork_workers()
 
 
@@ -88,7 +88,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler.loadgroup import LoadGroupScheduling
 
     class Together(LoadGroupScheduling):
-        """By files: marks of groups do not reach who hands tests out (pytest-xdist 3.8 with pytest 9.2)."""
+        """Groups tests by file: group marks do not reach the scheduler (pytest-xdist 3.8 with pytest 9.2)."""
 
         def _split_scope(self, nodeid: str) -> str:
             return _stays_together(config.rootpath / nodeid.partition("::")[0]) or nodeid
@@ -98,7 +98,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @functools.cache
 def _stays_together(path: Path) -> str | None:
-    """Which tests run one behind the other: of control groups and signals, and those that share what is costly."""
+    """Return the group of tests that run one after the other: control groups and signals, or costly shared fixtures."""
     text, folder = path.read_text(), path.parent.name
     if folder in FIRST:
         return folder
@@ -106,21 +106,21 @@ def _stays_together(path: Path) -> str | None:
 
 
 def _turn(item: pytest.Item) -> int:
-    """What one process does for longest begins first, so that at the end none is left that others wait for."""
+    """Return a sort key that starts the longest sequences first, so that none is left when other workers are done."""
     folder = item.path.parent.name
     return FIRST.index(folder) if folder in FIRST else len(FIRST) + (_stays_together(item.path) is None)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _repeatable_arithmetic() -> None:
-    # The bits of sums depend on the number of threads: one for every machine. It is 1, since kernels this small gain
-    # nothing from a second thread, and wait for it a thousand times longer than they work when another has its core.
+    # The bits of sums depend on the number of threads, so it is the same everywhere: 1. Kernels this small gain nothing
+    # from a second thread, and wait for it a thousand times longer than they work if its core is busy.
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_arithmetic(request: pytest.FixtureRequest) -> None:
-    """Nothing to do on a simulated GPU, whose kernels are the CPU's."""
+    """Install the CPU's kernels on a real GPU; a simulated GPU has them already."""
     is_real = torch.version.cuda is not None or torch.version.hip is not None
     folders = {item.path.parent.name for item in request.session.items}
     if is_real and os.environ.get("OUTCORE_TEST_DEVICE") == "cuda" and not folders.isdisjoint(BIT_FOR_BIT):
@@ -131,13 +131,13 @@ def _one_arithmetic(request: pytest.FixtureRequest) -> None:
 def _nothing_stays(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves threads running, or files of the disk tier in its tmp_path."""
     before = set(threading.enumerate())
-    # Asked for first, so that it is still there afterwards.
+    # Requested before the test runs, so that the folder still exists after it.
     is_watched = "tmp_path" in request.fixturenames and "leaves_files" not in request.keywords
     folder = request.getfixturevalue("tmp_path") if is_watched else None
     yield
     deadline_s = time.monotonic() + LANE_EXIT_S
     while (left := _started_since(before)) and time.monotonic() < deadline_s:
-        gc.collect()  # what was dropped unclosed ends with its last reference
+        gc.collect()  # lanes of objects dropped without close end with the last reference
         time.sleep(0.01)
     assert not left, f"threads left running: {sorted(t.name for t in left)}"
     if folder is not None:

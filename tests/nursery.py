@@ -1,8 +1,8 @@
-"""Processes that begin with all libraries imported: forked from one that has, where a fresh one takes ten seconds.
+"""Processes that begin with all libraries imported: forks of a process that has them. A fresh import takes ten seconds.
 
-Each is a process of its own and the child of whoever asked for it. It begins as ``python -c``, ``python -m`` or
-``python FILE`` does, and ends as these do: with signals, handlers for the exit and (``Whole``) the end of the
-interpreter. What must begin with nothing imported, or in a control group, has to be started by ``subprocess`` itself.
+Each is a process of its own and a child of the process that asked for it. It begins as ``python -c``, ``python -m`` or
+``python FILE`` does, and ends as these do: with signals, exit handlers and, for ``Whole``, the end of the interpreter.
+A process that must begin with nothing imported, or in a control group, has to be started by ``subprocess`` itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IMPORTED = os.environ.get(
     "transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama "
     "transformers.models.gpt2.modeling_gpt2 trl.trainer.sft_trainer trl.trainer.dpo_trainer",
 ).split()
-"""Fewer make births and ends cheaper."""
+"""Fewer imports would make starts and ends cheaper."""
 SIMULATED = Path(__file__).parent / "simulated_gpu" / "run.py"
 LARGEST_BYTES = 1 << 17
 PR_SET_CHILD_SUBREAPER = 36
@@ -38,10 +38,10 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class Popen(subprocess.Popen):
-    """As ``subprocess.Popen([sys.executable, ...])``, but for the very end.
+    """Like ``subprocess.Popen([sys.executable, ...])``, except for the very end.
 
-    The process waits for its threads and calls what is registered for the exit, but does not take its interpreter
-    apart: that is 0.4 s, most of what a small one takes. An error that nobody caught ends it as ever.
+    The process waits for its threads and calls its exit handlers, but does not finalize its interpreter: that takes
+    0.4 s, most of the time of a small process. An uncaught error ends it as usual.
     """
 
     is_worker, is_taken_apart = False, False
@@ -73,7 +73,7 @@ def run(
     kind: type[Popen] = Popen,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run([sys.executable, ...])``."""
+    """Like ``subprocess.run([sys.executable, ...])``."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} if capture_output else {}
     with kind(command, **options, **pipes) as process:
         try:
@@ -88,19 +88,19 @@ def run(
 
 
 class Whole(Popen):
-    """To its very end."""
+    """Finalizes its interpreter at the end."""
 
     is_taken_apart = True
 
 
 class Worker(Whole):
-    """Has a nursery of its own from the start, as those of pytest-xdist."""
+    """Has a nursery of its own from the start, like the workers of pytest-xdist."""
 
     is_worker = True
 
 
 def fork_workers() -> None:
-    """Let pytest-xdist take its workers from a nursery, too."""
+    """Let pytest-xdist start its workers from a nursery, too."""
     from execnet import gateway_base, gateway_io
 
     class Gateway(gateway_io.Popen2IOMaster):
@@ -113,13 +113,13 @@ def fork_workers() -> None:
 
 
 given: dict[bool, socket.socket] = {}
-"""The nursery that a worker has, by whether it has a simulated GPU."""
+"""Nurseries that a worker was given, by whether they have a simulated GPU."""
 
 
 @functools.cache
 def _nursery(*, simulated: bool) -> socket.socket:
-    """Kept until this process ends, and the nursery with it."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # or its orphans would go to the system's first process
+    """Return the nursery, starting it at the first call; it ends with this process."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # else its orphans would go to process 1
     if simulated in given:
         return given[simulated]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -131,11 +131,11 @@ def _nursery(*, simulated: bool) -> socket.socket:
     return ours
 
 
-# The other side.
+# The nursery's side.
 
 
 def main() -> None:
-    """Import, fork for each job that comes, and in the child do it."""
+    """Import the libraries, fork for each job that comes, and do the job in the child."""
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
@@ -176,7 +176,7 @@ def _do_and_end(job: dict[str, Any]) -> NoReturn:
 
 
 def _born(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """In each child its job, and what it reads and writes. In the nursery none, when nobody is left who asks."""
+    """Return the job and its file descriptors in each child; in the nursery no job, once its last caller is gone."""
     with channel:
         while True:
             message, fds, *_ = socket.recv_fds(channel, LARGEST_BYTES, 3)
@@ -190,7 +190,7 @@ def _born(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def _fork_an_orphan() -> int:
-    """Its number; 0 in the child, whose parent is gone."""
+    """Fork a child whose parent exits at once; return its process id, or 0 in the child."""
     read, write = os.pipe()
     between = os.fork()
     if between == 0:
@@ -211,7 +211,7 @@ def _do(job: dict[str, Any]) -> None:
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     kind, *rest = job["arguments"]
     if kind == "-c":
         sys.argv, sys.path[0] = ["-c", *rest[1:]], ""

@@ -1,8 +1,8 @@
-"""On a real GPU: updates and norms by the CPU's kernels, wherever they happen.
+"""Updates and norms by the CPU's kernels on a real GPU.
 
-A GPU's fused optimizers and norms round otherwise than the CPU's (``docs/exceptions.md``). So there no plan that
-updates on the host could be held against a plain loop on the device bit for bit. With these in their place it can:
-forward, backward, copies, streams and memory are the GPU's, and what a plan may get wrong is compared to the last bit.
+A GPU's fused optimizers and norms round otherwise than the CPU's (``docs/exceptions.md``). So a plan that updates on
+the host could not be compared bit for bit with a plain loop on the device. With the CPU's kernels on both sides it can:
+forward, backward, copies, streams and memory are the GPU's, and any mistake of a plan shows, to the last bit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NORMS = ("linalg_vector_norm", "linalg_vector_norm.out", "_foreach_norm.Scalar")
 
 @functools.cache
 def install() -> torch.library.Library:
-    """Once in a process, which keeps them."""
+    """Replace the kernels, once per process; they stay until it ends."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there were kernels before
+        warnings.simplefilter("ignore")  # torch warns that it overrides kernels
         for name in (*UPDATES, *(f"{name}.tensor_lr" for name in UPDATES), *NORMS):
             packet, _, overload = name.partition(".")
             kernel = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -35,12 +35,12 @@ def install() -> torch.library.Library:
 
 
 def is_installed() -> bool:
-    """Whether norms and updates wait for the device."""
+    """Return whether the kernels are replaced: norms and updates then wait for the device."""
     return install.cache_info().currsize > 0
 
 
 def _on_host(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-    """The CPU's kernel on copies; what it wrote comes back. In the order of the current stream, and the host waits."""
+    """Run the CPU's kernel on copies and copy back what it wrote, in the current stream's order. The host waits."""
     arguments = kernel._schema.arguments
     given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
     device = next(t.device for t in pytree.tree_leaves(given) if isinstance(t, Tensor) and t.is_cuda)
@@ -53,7 +53,7 @@ def _on_host(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         result = kernel(*copies.values(), **named)
         for argument in arguments:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            # Gradients count as written, and are with ``grad_scale`` alone.
+            # The schema marks gradients as written, but only ``grad_scale`` makes a kernel write them.
             if is_written and (argument.name != "grads" or given.get("grad_scale") is not None):
                 _come_back(given[argument.name], {**copies, **named}[argument.name])
         if "out" in given:
@@ -71,14 +71,14 @@ def _come_back(targets: Any, copies: Any) -> None:
 
 
 def _let_adagrad_be_fused() -> None:
-    """Torch 2.11 has a fused Adagrad on CUDA, and refuses to call it."""
+    """Skip a check: torch 2.11 has a fused Adagrad on CUDA, and refuses to call it."""
     check = adagrad._device_dtype_check_for_fused
     adagrad._device_dtype_check_for_fused = lambda p, cuda_unsupported=False: check(p)
 
 
 @functools.cache
 def trains_fused(kind: type[torch.optim.Optimizer], dtype: torch.dtype, device: str) -> bool:
-    """Whether ``fused=True`` updates all elements: on the CPU torch 2.11 to 2.13 skip most of bf16 with SGD."""
+    """Return whether ``fused=True`` updates all elements: on the CPU torch 2.11 to 2.13 skip most of bf16 with SGD."""
     param = torch.nn.Parameter(torch.ones(199, dtype=dtype, device=device))
     param.grad = torch.ones_like(param)
     kind([param], lr=0.5, fused=True).step()

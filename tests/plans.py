@@ -1,4 +1,4 @@
-"""Plans that put every unit where a test wants it, as no planner would."""
+"""Plans that put every unit where a test wants it, without the planner."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
 
 SAVED_BYTES = 2**20
-"""Room for the activations of one call that leave."""
+"""Room for the activations of one call, where they leave the device."""
 Homes = Callable[[int], Sequence[str]]
-"""Number of a unit -> tiers of weights, gradients and states. 0 is the root, whose weights stay on the device."""
+"""Unit number -> home tiers of weights, gradients and states. Unit 0 is the root: its weights stay on the device."""
 
 
 def forced(
@@ -45,27 +45,27 @@ def forced(
     partition: str | Callable[[int], str] = "replicate",
     gather: str = "link",
 ) -> tuple[ModelSpec, Plan]:
-    """What the units are, and the plan.
+    """Return the specification of the units, and the plan.
 
     Args:
-        model: Before it is prepared.
+        model: The model before it is prepared.
         optimizer: None to evaluate.
-        homes: One tier for everything, or tiers by unit. What is frozen has its weights' home alone.
-        policy: Of activations, of all units but the root.
-        activations: Where what is saved rests.
+        homes: One tier for everything, or tiers by unit. Everything of a frozen unit has the home of its weights.
+        policy: Policy for activations of all units but the root.
+        activations: Where saved activations rest.
         units: As for ``prepare``.
         precision: As for ``prepare``.
         comfort: How many slots there are.
-        depth: Of prefetching, if it is not that of ``comfort``.
-        steps: Micro-batches per step that are promised.
-        early: Every unit that can be is updated inside backward.
-        share: Of the units that can be, updated on the device through staging slots.
-        may_be_one: The root may be all there is.
+        depth: Depth of prefetching, if it is not that of ``comfort``.
+        steps: Promised micro-batches per step.
+        early: Whether every unit that can be is updated inside backward.
+        share: Share of the units that are updated on the device through staging slots, among those that can be.
+        may_be_one: Whether the root may be the only unit.
         pieces: ``micro_batches_in_unit``.
-        num_ranks: So many train together.
-        per_node: So many of them on each machine; None: all.
-        partition: Of the weights of all units but the root.
-        gather: Of those that are cut; what one copy cannot hold is put together by link.
+        num_ranks: Number of ranks that train together.
+        per_node: Number of ranks on each machine; None: all.
+        partition: Partition of the weights of all units but the root.
+        gather: How partitioned weights are gathered; by link where one copy cannot hold them.
     """
     rule, groups = (None, []) if optimizer is None else (rule_for(*members(optimizer)), optimizer.param_groups)
     keeps = None if rule is None else rule.kept(groups)
@@ -101,6 +101,6 @@ def forced(
 
 
 def share_updates(units: Sequence[UnitPlan], fraction: float) -> list[UnitPlan]:
-    """Let the device update a fraction of the units whose states live in host memory, spread evenly."""
+    """Let the device update a fraction of the units whose states live in host memory, evenly spread."""
     chosen = spread([i for i, u in enumerate(units) if can_be_staged(u)], fraction)
     return [dataclasses.replace(u, update="device" if i in chosen else "host") for i, u in enumerate(units)]

@@ -1,4 +1,4 @@
-"""Every benchmark runs alone at a tiny size and prints JSON: numbers in reports come from commands that still work."""
+"""Every benchmark runs alone at a tiny size and prints JSON, so the commands behind the reports' numbers still work."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_no_step_of_two_ranks_beats_its_bound(tmp_path: Path):
 
 
 def assert_no_step_beats_its_bound(results: dict[str, dict[str, dict[str, float]]]):
-    """However busy the machine is: sleeps only get longer."""
+    """Holds on a busy machine, too: sleeps only get longer."""
     found = {(window, s): line for window, settings in results.items() for s, line in settings.items()}
     assert len(found) == 2 * 11
     for line in found.values():
@@ -87,7 +87,7 @@ def assert_no_step_beats_its_bound(results: dict[str, dict[str, dict[str, float]
 
 @pytest.mark.parametrize("window", ["forward", "backward"])
 def test_activations_that_leave_are_near_their_bound_in_virtual_time(window: str, monkeypatch: pytest.MonkeyPatch):
-    """What the schedule itself takes, without a machine's noise; a run submits just that (``test_virtual_time``)."""
+    """Measure the schedule alone, without a machine's noise; a run submits exactly this (``test_virtual_time``)."""
     monkeypatch.syspath_prepend(str(FOLDER))
     overlap = importlib.import_module("overlap")
     args = argparse.Namespace(blocks=20, numel=2**16, milliseconds=14.0, depth=2, buckets=2, device="cpu")
@@ -114,7 +114,7 @@ def assert_every_case_has_its_numbers(found: dict[str, Any]):
         assert case["serial_s"]["repetitions"] == 1
         assert case["host_is_pinned"]
         assert case["explained"] > 0
-        # Where what is updated depends on what this machine was measured to do.
+        # Which lane updates depends on measurements of this machine.
         assert {"compute", "h2d", "d2h"} <= case["busy_s_per_step"].keys()
     assert found["rivals"]["plain"]["step_s"].keys() == {"16", "32"}
 
@@ -153,7 +153,7 @@ def test_an_error_ends_its_case_and_stopping_prints_before_it_closes(
 
 
 def test_everything_for_a_gpu_runs_once_and_draws_a_step(tmp_path: Path):
-    """The script for a GPU at sizes for a CPU: nothing but the GPU may be missing when there is one."""
+    """Run the GPU's script at sizes for a CPU, so that on a GPU nothing else can be missing."""
     out = tmp_path / "out"
     environment = {**os.environ, "TINY": "1", "OUT": str(out), "PYTHON": sys.executable}
     command = ["bash", str(FOLDER / "gpu.sh"), "early", "tests"]
@@ -181,7 +181,7 @@ def picture(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class TestPicture:
-    """Of a timeline: 2 s long, so that a second is half as wide as a row."""
+    """The timeline takes 2 s, so a second is half as wide as a row."""
 
     TIMELINE = Timeline(
         spans=(
@@ -224,7 +224,7 @@ class TestPicture:
         ElementTree.fromstring(picture.svg(Timeline((Span("compute", "step", 1.0, 1.0),)), "nothing"))
 
     def boxes(self, picture: ModuleType) -> dict[str, tuple[float, float, float, str]]:
-        """What a box says -> x, y, width and colour."""
+        """Return the boxes: title -> x, y, width and colour."""
         root = ElementTree.fromstring(picture.svg(self.TIMELINE, "a"))
         found = {}
         for box in root.iter("{http://www.w3.org/2000/svg}rect"):

@@ -1,4 +1,4 @@
-"""Pages that repeat what the code says must say what it says now."""
+"""Pages that repeat facts from the code agree with the code."""
 
 from __future__ import annotations
 

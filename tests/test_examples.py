@@ -1,4 +1,4 @@
-"""Every example runs, and what the pages about moving and training say is checked against the code."""
+"""Every example runs, and what the pages about moving and training say agrees with the code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPTIONS = {name for option in COMMAND.params for name in option.opts if name.sta
 
 
 def run(*command: str) -> str:
-    """From the repository's root, offline, with one thread: other work on the machine must not slow it down."""
+    """Run from the repository's root, offline, with one thread: other work on the machine must not slow it down."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = nursery.run(list(command), cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -77,7 +77,7 @@ def test_script(name: str, tmp_path: Path):
 
 @pytest.fixture(scope="module", params=FROM_NOTHING)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the command wrote to. Tests come in any order, and each file is trained once."""
+    """Return the command's output folder. Tests come in any order, and each file is trained once."""
     if request.param not in TRAINED:
         before = files()
         folder = tmp_path_factory.mktemp("trained") / "out"
@@ -120,14 +120,14 @@ def test_preferences_go_on_from_a_model(trained: Path, tmp_path: Path):
 
 
 def run_on(name: str, trained: Path, out: Path, *more: str) -> None:
-    """What the comment in the file promises to do with a model."""
+    """Run the command that the file's comment gives for an existing model."""
     (command,) = re.findall(r"^# +outcore (.*--model.*)$", (FOLDER / name).read_text(), re.MULTILINE)
     places = {"DIR/model": str(trained / "model"), "DIR2": str(out)}
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", ["outcore", *(places.get(word, word) for word in shlex.split(command)), *more])
-        main()  # in this process, which has imported all libraries already
+        main()  # in this process, which has already imported all libraries
     signal.signal(signal.SIGTERM, before)
     assert not stop.value.code
 
@@ -144,7 +144,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def rows(page: Path, head: str) -> list[list[str]]:
-    """The table with this text at its head, as cells."""
+    """Return the cells of the table that has this text in its head."""
     lines = page.read_text().splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith(f"| {head}"))
     table: Iterator[str] = iter(lines[start + 2 :])
@@ -155,7 +155,7 @@ def rows(page: Path, head: str) -> list[list[str]]:
 
 
 def quoted(cell: str) -> list[str]:
-    """Names in backquotes, without what is assigned to them."""
+    """Return the names in backquotes, without values assigned to them."""
     return [text.partition("=")[0] for text in re.findall(r"`([^`]+)`", cell)]
 
 
@@ -233,7 +233,7 @@ def test_arguments_of_the_mixin():
 
 @pytest.fixture
 def _accelerate_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Its states are the process's: what other tests left there must not be met, nor be left."""
+    """Reset accelerate's global states, so that no test sees those of another."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     forget_accelerate()
     yield
@@ -258,7 +258,7 @@ def test_the_accelerate_loop_ends_with_the_same_weights_without_its_outcore_line
 
 
 def accelerated(code: str, budget: outcore.Budget) -> dict[str, torch.Tensor]:
-    """Weights after the loop, over 10 micro-batches: three windows of three and a short one."""
+    """Return the weights after a loop over 10 micro-batches: three windows of three, and a short one."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

@@ -1,4 +1,4 @@
-"""Rules of the house that no linter has: sizes, words, who may open, print or name an accelerator, and honest pages."""
+"""House rules that no linter has: sizes, words, which modules may open, print or name an accelerator, honest pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, README_LINES, PUBLIC_NAMES = 450, 70, 3
 ATTRIBUTES = 15  # of an object: more are several ideas
 ROOM = 13  # files in a folder: about as many as a reader keeps in mind
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
-# What the package is entered by; the command and the integrations are imported when they are asked for.
+# Entry points of the package; the command and the integrations are imported on demand.
 ENTRIES = ("outcore", "outcore.__main__", "outcore.cli.main", "outcore.integrations.transformers")
 # Users call the first two, tests and benchmarks the third, a Trainer behind the mixin the others; the race checker runs
 # in tests alone.
@@ -34,7 +34,7 @@ FOR_OTHERS = {
 }
 KINDS = {"cpu", "cuda", "mps", "xpu"}
 OPENERS = {"open", "fdopen", "safe_open", "read_text", "write_text", "read_bytes", "write_bytes"}
-# memory/ opens files. A plan and a machine save and load themselves; the command line reads what its user names.
+# memory/ opens files. A plan and a machine save and load themselves; the command line reads files that its user names.
 MAY_OPEN = ("memory/", "cli/", "spec/text_file.py")
 
 
@@ -48,7 +48,7 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 
 def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
-    """Calls, and what is called."""
+    """Return calls, each with the text of its callee."""
     return ((node, ast.unparse(node.func)) for node in nodes(path) if isinstance(node, ast.Call))
 
 
@@ -58,7 +58,7 @@ def imported(path: Path) -> set[str]:
 
 
 def modules(*, but: tuple[str, ...] = ()) -> Iterator[tuple[str, Path]]:
-    """Names and files of the package, without those that begin so."""
+    """Return names and files of the package's modules, except names that begin with ``but``."""
     return ((relative(path), path) for path in MODULES if not (but and relative(path).startswith(but)))
 
 
@@ -75,7 +75,7 @@ def test_sizes():
 
 
 def attributes(kind: ast.ClassDef) -> set[str]:
-    """What methods set on ``self``."""
+    """Return the attributes that methods set on ``self``."""
     targets = [
         each
         for node in ast.walk(kind)
@@ -97,7 +97,7 @@ def test_rooms():
 
 
 def test_nothing_lies_about_in_the_root():
-    """What a redirection wrote, say: such a file has no ending."""
+    """A file without an ending may come from a redirection, for example."""
     assert [path.name for path in ROOT.iterdir() if path.is_file() and "." not in path.name] == ["LICENSE"]
 
 
@@ -120,7 +120,7 @@ def test_every_module_is_reached():
 
 
 def test_no_function_is_for_tests_alone():
-    """By name. Methods of classes whose base is another package's may be called from there."""
+    """Compare by name. Methods of a class with a base from another package may be called from there."""
     trees = [node for path in MODULES for node in nodes(path)]
     own = {node.name for node in trees if isinstance(node, ast.ClassDef)} | {"Protocol", "Generic", "ABC", "NamedTuple"}
     said = {node.id for node in trees if isinstance(node, ast.Name)}
@@ -144,12 +144,12 @@ def test_no_constant_is_for_tests_alone():
 
 
 def last(base: ast.expr) -> str:
-    """The name of a class, without its module and what it is generic over."""
+    """Return the name of a class, without its module and type arguments."""
     return ast.unparse(base).split("[")[0].rpartition(".")[2]
 
 
 def mentioned(path: Path) -> Iterator[str]:
-    """Modules that a file imports, or names for a later import."""
+    """Yield modules that a file imports, and strings that may name a later import."""
     for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
@@ -184,7 +184,7 @@ def test_names_an_accelerator_only_in_the_device():
 
 
 def test_private_names_of_torch_stand_in_one_file():
-    """Kernels of updates have a check of their own; the sleep of tests is the accelerator's."""
+    """Two files are exempt: update kernels have a check of their own, and the accelerator has the sleep for tests."""
     found = []
     for name, path in modules(but=("torch_private.py", "optim/kernels.py", "device/cuda.py")):
         hidden = [n for n in nodes(path) if isinstance(n, ast.Attribute) and re.match("_[a-zA-Z]", n.attr)]
@@ -196,7 +196,7 @@ def test_private_names_of_torch_stand_in_one_file():
 
 
 def test_asks_the_device_instead_of_its_name():
-    """What follows from a kind of device is a property of ``Device``; the command takes names from its user."""
+    """Whatever depends on the kind of device is a property of ``Device``; the command takes names from its user."""
     asked = [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
         for name, path in modules(but=("device/", "cli/"))
@@ -207,7 +207,7 @@ def test_asks_the_device_instead_of_its_name():
 
 
 def test_every_new_tensor_says_where_it_is():
-    """Else it is made on the default device, which users set for themselves."""
+    """Without a device a tensor lands on the default device, which users set for themselves."""
     made = re.compile(r"torch\.(empty|empty_strided|zeros|ones|full|tensor|as_tensor|arange|scalar_tensor)")
     silent = [
         f"{name}:{call.lineno}: {ast.unparse(call)}"
@@ -215,7 +215,7 @@ def test_every_new_tensor_says_where_it_is():
         for call, called in calls(path)
         if made.fullmatch(called)
         and "device" not in {keyword.arg for keyword in call.keywords}
-        and ast.unparse(call) != "torch.empty(0)"  # which asks for the default device
+        and ast.unparse(call) != "torch.empty(0)"  # asks for the default device
     ]
     assert not silent
 

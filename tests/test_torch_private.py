@@ -1,4 +1,4 @@
-"""Private entry points of torch: they stand in one file, and what is missing is named on import."""
+"""Private entry points of torch: all are in one file, and an import names those that are missing."""
 
 from __future__ import annotations
 

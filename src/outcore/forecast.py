@@ -151,7 +151,7 @@ def hardware_for(
     Args:
         named: The user's choice; None: that of ``OUTCORE_HARDWARE`` in the environment.
         device: The device that will compute.
-        paths: Folders of the disk tier; None: use the latest measurement with any drives, or without.
+        paths: Folders of the disk tier; None: the latest measurement with any drives, else one without.
         may_measure: Measure this machine now if there is no kept measurement.
 
     Returns:

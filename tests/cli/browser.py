@@ -1,4 +1,4 @@
-"""A headless Chromium over its debugging pipe: open a page, ask it, press and turn, take pictures."""
+"""A headless Chromium driven over its debugging pipe: open pages, evaluate JavaScript, send input, take pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_browser() -> str | None:
 
 
 class Page:
-    """One tab. What its console says and what it asks the network for is kept."""
+    """One browser tab. It records console messages and network requests."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to, self._from = to_browser, from_browser
@@ -70,7 +70,7 @@ class Page:
             self._is_loaded = True
 
     def open(self, path: Path, *, width: int, height: int = 900, is_dark: bool = False) -> None:
-        """Show a file."""
+        """Open a file and show it."""
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
@@ -81,23 +81,23 @@ class Page:
         self.settle()
 
     def settle(self) -> None:
-        """Let what is drawn in the next frame be drawn."""
+        """Wait until the next frame is drawn."""
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of JavaScript."""
+        """Return the value of a JavaScript expression."""
         given = {"expression": expression, "awaitPromise": True, "returnByValue": True}
         found = self.ask("Runtime.evaluate", **given)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def turn(self, x: float, y: float, by: float) -> None:
-        """The wheel, above a point of the window."""
+        """Turn the mouse wheel above a point of the window."""
         self.ask("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=by)
         self.settle()
 
     def drag(self, x: float, y: float, by: float) -> None:
-        """With the left button, to the right."""
+        """Drag to the right with the left button pressed."""
         button = {"y": y, "button": "left", "buttons": 1, "clickCount": 1}
         self.ask("Input.dispatchMouseEvent", type="mousePressed", x=x, **button)
         for i in range(1, 5):
@@ -106,7 +106,7 @@ class Page:
         self.settle()
 
     def pinch(self, x: float, y: float, *, before: float, after: float) -> None:
-        """Two fingers, so far apart before and after."""
+        """Pinch with two fingers. Args: before, after: Distance between the fingers."""
 
         def fingers(apart: float) -> list[dict[str, float]]:
             return [{"x": x - apart / 2, "y": y, "id": 0}, {"x": x + apart / 2, "y": y, "id": 1}]
@@ -119,13 +119,13 @@ class Page:
         self.settle()
 
     def press(self, key: str, text: str = "") -> None:
-        """A key."""
+        """Press a key."""
         self.ask("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
         self.ask("Input.dispatchKeyEvent", type="keyUp", key=key)
         self.settle()
 
     def picture(self, path: Path) -> None:
-        """The whole page as PNG."""
+        """Save the whole page as PNG."""
         taken = self.ask("Page.captureScreenshot", captureBeyondViewport=True, format="png", clip=self._all())
         path.write_bytes(base64.b64decode(taken["data"]))
 
@@ -136,11 +136,11 @@ class Page:
 
 @contextlib.contextmanager
 def browsing(browser: str, folder: Path) -> Iterator[Page]:
-    """Args: folder: For the browser's own files."""
+    """Start the browser and yield a tab. Args: folder: For the browser's own files."""
     read_here, write_there = os.pipe()
     read_there, write_here = os.pipe()
 
-    # The browser reads what it is asked from descriptor 3 and answers on 4.
+    # The browser reads requests from descriptor 3 and answers on descriptor 4.
     script = f'exec "$0" "$@" 3<&{read_there} 4>&{write_there}'
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     options += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder}"]

@@ -1,4 +1,4 @@
-"""The command line in this process, and the smallest model and data that it can train."""
+"""Runs the command line in this process, with the smallest model and data that it can train."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outcore.cli import main as cli
 from outcore.planning.search.job import Job
 from outcore.planning.search.search import Found, search
 
-# Transformers imports it at some time, and then it complains of what it cannot load.
+# Transformers imports torchao at some point, and torchao then warns about what it cannot load.
 with warnings.catch_warnings(action="ignore"), suppress(ImportError):
     import torchao  # noqa: F401
 
@@ -42,7 +42,7 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 # Room for a slot or two on device and host: the three blocks are spread over host and disk.
-DEVICE_MEMORY = "460KiB" if torch.cuda.is_available() else "260KiB"  # an accelerator's has room for activations
+DEVICE_MEMORY = "460KiB" if torch.cuda.is_available() else "260KiB"  # an accelerator's also has room for activations
 TIERS = ("--device-memory", DEVICE_MEMORY, "--host-memory", "520KiB")
 
 
@@ -61,7 +61,7 @@ _searched: list[tuple[Job, Found]] = []
 
 @pytest.fixture(autouse=True)
 def _same_jobs_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands ask for few plans, and most of these often: a search always finds the same (``tests/planning``)."""
+    """Search once for each job: commands ask for few plans, and a search is deterministic (tests/planning)."""
 
     def find(job: Job, *shared: Any) -> Found:
         known = next((found for other, found in _searched if other == job), None)
@@ -108,7 +108,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
-    """Eleven conversations: with two rows a step, the last one of an epoch is short."""
+    """Eleven conversations: with two rows per step, the last step of an epoch is short."""
     rows = [
         {
             "messages": [

@@ -24,7 +24,7 @@ from .conftest import Run
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plain_loop.py"
 COMMAND = [sys.executable, "-c", "from outcore.cli.main import main; main()", "demo"]
-# Of the same shape, with fewer numbers: writing the sample alone takes seconds else.
+# The same shape with smaller sizes: otherwise writing the sample alone takes seconds.
 SIZES = "import outcore.cli.demo.plain_loop as p; p.HIDDEN, p.LAYERS, p.BATCH_SIZE, p.SEQUENCE = 64, 4, 2, 33; "
 SIZES += "import outcore.cli.demo.demo as d; d.SAMPLE_TOKENS = 9; "
 SMALL = [*COMMAND[:2], SIZES + COMMAND[2], COMMAND[3]]
@@ -38,7 +38,7 @@ def small(monkeypatch) -> None:
 
 @pytest.fixture
 def plain_engine(small, monkeypatch) -> None:
-    """In place of outcore, the plain loop."""
+    """The plain loop in place of outcore."""
     monkeypatch.setattr(demo, "_prepared", lambda device, folder, size: nullcontext((plain_loop.build(seed=0), None)))
     monkeypatch.setattr(demo, "_streamed", lambda model, optimizer, *rest: plain_loop.train(model, *rest))
     monkeypatch.setattr(outcore, "named_tensors", lambda model: model.named_parameters(), raising=False)
@@ -116,7 +116,7 @@ def test_demo_uses_all_tiers_and_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize(("step_s", "number"), [(0.0001, 17), (0.1, 4), (100.0, 0)])
 def test_the_largest_that_fits_into_three_minutes(monkeypatch, tmp_path, step_s, number):
-    """Each size takes half as long again as the one before it."""
+    """Each size takes half as long again as the size before it."""
     seconds = {shape: step_s * 1.5**i for i, shape in enumerate(demo_size._SHAPES)}
     predicted = lambda shape, device, folder: demo_size.Fitting(demo_size._sizes(shape), seconds[shape])  # noqa: E731
     monkeypatch.setattr(demo_size, "_predicted", predicted)

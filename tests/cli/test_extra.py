@@ -1,4 +1,4 @@
-"""The library alone needs four packages; a command says which of the others is missing, and how to install it."""
+"""The library alone needs four packages; a command says which other package is missing and how to install it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outcore.core.extra import COMMAND_LINE, TRAINER, TRAINING
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"huggingface-hub": "huggingface_hub", "pyyaml": "yaml"}
-# Python finds none of the packages in BLOCKED.
+# Python cannot find any of the packages in BLOCKED.
 HOOK = """
 import os, sys
 from importlib.machinery import PathFinder

@@ -1,4 +1,4 @@
-"""Values by annotation: what is taken, what it becomes, and that a value once taken is taken again as it is."""
+"""Values by annotation: what is accepted, what it becomes, and that an accepted value is read again unchanged."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ ANYTHING = st.recursive(
 @settings(deadline=None)
 @given(FIT)
 def test_what_fits_stays_and_is_read_again_from_a_file(fit):
-    """A value that was settled on, written to a settings file, is read as the same value."""
+    """An accepted value, written to a settings file, is read as the same value."""
     hint, value = fit
     taken = read(value, hint)
     assert taken == value
@@ -218,7 +218,7 @@ def test_what_fits_stays_and_is_read_again_from_a_file(fit):
 @settings(deadline=None)
 @given(st.sampled_from([*VALUES, Point, Literal["x", False]]), ANYTHING)
 def test_anything_is_taken_for_good_or_refused(hint, value):
-    """Never another error, and what is made of a value needs no second reading."""
+    """Any value is accepted or refused with ConfigError, and an accepted value is read again unchanged."""
     try:
         taken = read(value, hint)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""``outcore plan --fit``: the largest known models that fit, by plans of their own; what cannot be asked is refused."""
+"""``outcore plan --fit``: the largest known models that fit, each with its plan; impossible questions are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def known_of(layers: int) -> known_models.Known:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of models of billions, some that are planned for in no time."""
+    """Tiny models in place of those with billions of parameters: planning for them takes no time."""
     known = [known_of(layers) for layers in (TOO_LARGE, LARGE, MIDDLE, SMALL)]
     monkeypatch.setattr(known_models, "known_models", lambda: known)
 

@@ -1,4 +1,4 @@
-"""Rows that other tools wrote become rows of ours, and that is said once."""
+"""Rows that other tools wrote are converted to outcore's form, and the conversion is reported once."""
 
 from __future__ import annotations
 

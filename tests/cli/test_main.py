@@ -37,7 +37,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 @pytest.mark.parametrize(("command", "option"), [("demo", "--steps"), ("train", "--device-memory"), ("dpo", "--beta")])
 def test_help_needs_no_torch(command, option):
-    """Help comes in a blink, and torch takes seconds: neither the package nor the command line may import it."""
+    """Help is instant and importing torch takes seconds: neither the package nor the command line may import it."""
     code = (
         f"import sys; sys.argv[1:] = ['{command}', '--help']\n"
         "from outcore.cli.main import main\n"
@@ -99,7 +99,7 @@ def test_wrong_usage_is_2(monkeypatch, capsys, args):
 
 
 def test_the_commands_and_options_are_these():
-    """A new one is a decision, not an accident."""
+    """Adding a command or option is a decision, not an accident."""
     command = typer.main.get_command(cli.app)
     options = {name: sorted(p.name for p in sub.params) for name, sub in command.commands.items()}
     group = command.commands["checkpoint"].commands

@@ -1,4 +1,4 @@
-"""The page of a plan: whole in itself, true to the answer, and alive in a browser."""
+"""The page of a plan: self-contained, true to the answer, and interactive in a browser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PICTURES = ["#units", "#timeline", "#tiers svg", "#curves svg"]
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory: pytest.TempPathFactory) -> Answer:
-    """Homes on all three tiers, so that every lane and every kind of home is there. The folder's name is hostile."""
+    """Homes on all three tiers, so that every lane and every kind of home appears. The folder's name is hostile."""
     folder = tmp_path_factory.mktemp("page") / "<b>&model<"
     folder.mkdir()
     return answer(
@@ -66,7 +66,7 @@ def text(facts: dict[str, Any]) -> str:
 
 
 class Seen(HTMLParser):
-    """Tags, and all that could lead elsewhere."""
+    """The tags of a page, and everything that could lead elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,12 +159,12 @@ def shown(tab: Page, text: str, tmp_path: Path) -> Page:
 
 
 def window(tab: Page) -> tuple[float, float]:
-    """What the timeline shows."""
+    """The part of time that the timeline shows."""
     return tuple(tab.evaluate("[...['from', 'to'].map((n) => +document.getElementById('timeline').dataset[n])]"))
 
 
 def middle(tab: Page) -> tuple[float, float]:
-    """Of the first row of the timeline, when it is in view."""
+    """The middle of the timeline's first row, scrolled into view."""
     tab.evaluate("document.getElementById('timeline').scrollIntoView({block: 'center'})")
     tab.settle()
     box = tab.evaluate("(({x, y, width}) => [x + width / 2, y + 44])(timeline.getBoundingClientRect())")
@@ -201,7 +201,7 @@ def test_wheel_drag_pinch_keys_and_buttons_zoom(shown: Page):
     shown.turn(x, y, -300)
     near = window(shown)
     assert near[1] - near[0] < 0.8 * (stop - start)
-    assert sum(near) == pytest.approx(start + stop, rel=0.05)  # the middle stays where it is
+    assert sum(near) == pytest.approx(start + stop, rel=0.05)  # the middle stays in place
     shown.drag(x, y, 60)
     assert window(shown)[0] < near[0]
     assert window(shown)[1] - window(shown)[0] == pytest.approx(near[1] - near[0])
@@ -246,7 +246,7 @@ def test_everything_is_said_in_words_too(shown: Page):
     rows = shown.evaluate("[...document.querySelectorAll('table')].map((t) => t.tBodies[0].rows.length)")
     assert len(rows) == 6
     assert min(rows) >= 1
-    # WCAG 2.2, 1.4.3: text against what is behind it.
+    # WCAG 2.2, 1.4.3: contrast of text against its background.
     for theme in ("light", "dark"):
         shown.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
         colors = shown.evaluate(

@@ -1,4 +1,4 @@
-"""What is shown while a run goes."""
+"""What is shown while a run is under way."""
 
 from __future__ import annotations
 

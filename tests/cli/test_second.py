@@ -1,4 +1,4 @@
-"""The second process of ``outcore plan``: what it works out is what the first one would."""
+"""The second process of ``outcore plan`` computes what the first would."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_without_it_the_first_does_everything():
 
 
 def test_another_outcore_is_not_asked(monkeypatch: pytest.MonkeyPatch):
-    """Which a new process may find where the first one was started in the folder of its own."""
+    """A new process may import another outcore if the first was started in a folder that has one."""
     monkeypatch.setattr("outcore.cli.plan.second.__file__", "/elsewhere/second.py")
     with Second() as second:
         second.start()

@@ -1,4 +1,4 @@
-"""``outcore train`` end to end: what it trains is what TRL's trainer trains, over all tiers, and it can be resumed."""
+"""``outcore train`` end to end: it trains what TRL's trainer trains, over all tiers, and it can be resumed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is de
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHORT = ("--steps", 6, "--batch-size", 2, "--seq-len", 48, "--lr", 1e-2)
-# Windows of three batches, the last of an epoch short; a norm that is clipped; a schedule with a warmup.
+# Windows of three batches, of which the last in an epoch is short; a clipped norm; a schedule with a warmup.
 LOOP = {
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 3,
@@ -56,7 +56,7 @@ MODEL_FILES = [
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A model with values of its own; dropout makes the order of random numbers count."""
+    """A saved model with random weights; dropout makes the order of random numbers matter."""
     torch.manual_seed(3)
     config = AutoConfig.for_model(**{**CONFIG, "attention_dropout": 0.1, "initializer_range": 0.1})
     folder = tmp_path / "weights"
@@ -67,7 +67,7 @@ def weights(tmp_path: Path) -> Path:
 def plain(
     weights: Path, folder: Path, rows: list[dict[str, Any]], evaluation: Any = None, **changes: Any
 ) -> SFTTrainer:
-    """The same job by TRL's trainer, everything in memory."""
+    """The same job, trained by TRL's trainer with everything in memory."""
     args = SFTConfig(
         output_dir=str(folder),
         per_device_eval_batch_size=1,
@@ -208,7 +208,7 @@ def test_the_same_command_trains_the_same_model(command: Run, config_json: Path,
 def test_fp16_overflows_and_goes_on(
     command: Run, config_json: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The first steps overflow, which is no error; a run that is resumed has the scale of the one before."""
+    """The first steps overflow, which is no error; a resumed run has the scale of the run before it."""
     high = partial(torch.amp.GradScaler, DEVICE, init_scale=2.0**21)
     monkeypatch.setattr("accelerate.accelerator.get_grad_scaler", lambda *_, **__: high())
     shared = ("train", "--model", config_json, "--data", text, *SHORT, "--steps", 6, "--precision", "fp16")
@@ -277,7 +277,7 @@ def test_a_plan_can_be_given(command: Run, config_json: Path, text: Path, tmp_pa
 
 
 class TestResume:
-    """A run that stops and goes on leaves what the uninterrupted one leaves, bit for bit."""
+    """A run that is stopped and resumed leaves what the uninterrupted run leaves, bit for bit."""
 
     @pytest.fixture
     def shared(self, config_json: Path, chats: Path, tmp_path: Path) -> tuple[Any, ...]:
@@ -311,7 +311,7 @@ class TestResume:
         def stop(saved: str) -> None:
             deadline_s = time.monotonic() + 60
             while saved and not (out / saved).exists() and time.monotonic() < deadline_s:
-                time.sleep(0.01)  # it is written beside training, and Ctrl-C gives up what is not there yet
+                time.sleep(0.01)  # it is written while training goes on; Ctrl-C gives up an unfinished save
             signal.raise_signal(signal.SIGINT)
 
         begun_anew = f"no checkpoint was saved in {out}: --resume auto begins anew"
@@ -328,8 +328,8 @@ class TestResume:
         ]
         assert sorted(p.name for p in out.iterdir()) == ["checkpoint-2", "checkpoint-4", "metrics.jsonl", "plan.json"]
         assert len(losses(out)) == 4
-        # As if it had been killed while the newest checkpoint was written.
-        (out / "checkpoint-4" / "manifest.json").unlink()  # as older versions did
+        # As if the run had been killed while it wrote the newest checkpoint.
+        (out / "checkpoint-4" / "manifest.json").unlink()  # as older versions wrote it
         (out / "checkpoint-4" / "trainer_state.json").write_text("{")
         resumed = command(*shared, "--out", out, "--resume", "auto")
         assert resumed.status == 0, resumed.err
@@ -390,7 +390,7 @@ class TestDryRun:
         assert sorted(tmp_path.rglob("*")) == before
 
     def test_the_plan_is_that_of_the_run(self, command, weights, chats, tmp_path):
-        budgets = ("--device-memory", "64MiB", "--host-memory", "64MiB")  # what is free changes by the second
+        budgets = ("--device-memory", "64MiB", "--host-memory", "64MiB")  # free memory changes by the second
         shared = (
             "train",
             "--model",
@@ -416,7 +416,7 @@ class TestDryRun:
 
 
 def test_an_error_of_the_run_itself_says_how_to_go_on(command, config_json, text, tmp_path, monkeypatch):
-    """A bug keeps its traceback, and what outcore raises is status 1; both carry the note."""
+    """Errors of outcore exit with status 1 and bugs keep their traceback; both carry the note."""
 
     def fail(self, args, state, control, **kwargs):
         if state.global_step == 3:

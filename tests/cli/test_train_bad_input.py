@@ -1,6 +1,6 @@
 """A user's mistake: status 2, one message of what was expected, what was found and where, and nothing left behind.
 
-Every case goes through the real command line. ``{...}`` in its arguments are files that ``world`` makes.
+Every case goes through the real command line. Each ``{...}`` in its arguments is a file that ``world`` makes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .conftest import CONFIG, Run, write_json, write_jsonl
 
 BASE = {"--model": "{config}", "--data": "{text}", "--out": "{new}", "--steps": "2", "--seq-len": "32"}
 
-Case = tuple[str, dict[str, str | None], str]  # arguments beside BASE (None: without it), and what the message says
+Case = tuple[str, dict[str, str | None], str]  # arguments added to BASE (None: removed), and the message
 
 
 def option(name: str, value: str, says: str) -> Case:
@@ -56,7 +56,7 @@ OPTIONS: list[Case] = [
     ),
     option("disk", "{missing}", "--disk: expected a folder that is there, but '.*missing' is not"),
     option("disk", "{text}", "--disk: expected a folder that is there, but '.*text.txt' is a file"),
-    option("disk", "/dev/shm", "--disk: .*expected a (drive|folder)"),  # memory, where it exists
+    option("disk", "/dev/shm", "--disk: .*expected a (drive|folder)"),  # memory rather than a drive, where it exists
     option("set", "optim=ademamix", "--set optim: expected one of .* words.* but got 'ademamix'"),
     option("report-to", "tensorbored", "--report-to: expected .* did you mean 'tensorboard'"),
     option("set", "learning_rate", "--set: expected KEY=VALUE, but got 'learning_rate'"),
@@ -196,7 +196,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class World:
-    """Makes the files that arguments name: ``{name}`` or ``{name:how}``."""
+    """Makes the files that the arguments name: ``{name}`` or ``{name:how}``."""
 
     def __init__(self, folder: Path, weights: Path) -> None:
         self._folder, self._weights = folder, weights
@@ -366,7 +366,7 @@ def test_a_full_drive(command: Run, world: World, tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def tiny_drive(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for a few pages."""
+    """A file system with room for a few pages only."""
     folder = tmp_path / "drive"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
@@ -377,7 +377,7 @@ def tiny_drive(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_drive_that_fills_up(command: Run, world: World, tiny_drive: Path):
-    """There is room for the model, and not for the data beside it."""
+    """The model fits, but not the data beside it."""
     long = tiny_drive.parent / "long.txt"
     long.write_text("many words " * 50_000)
     typed = arguments({"--out": str(tiny_drive / "run"), "--data": str(long)}, world)

@@ -1,4 +1,4 @@
-"""The model of a run: found wherever it is, built as ``from_pretrained`` builds it, refused with one message."""
+"""The model of a run: found wherever it is, built as ``from_pretrained`` builds it, or refused with one message."""
 
 from __future__ import annotations
 
@@ -78,20 +78,20 @@ def write_config(folder: Path, config: Mapping[str, Any] = LLAMA, **changes: Any
 
 
 def saved(folder: Path, config: Mapping[str, Any] = LLAMA, **options: Any) -> Path:
-    """A checkpoint of random weights in fp32, and generation settings of its own."""
+    """Save a checkpoint of random weights in fp32, with its own generation settings."""
     source = find_model(str(write_config(folder / "new", config)))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(source.config)
     for buffer in model.buffers():
         if buffer.dim() and not buffer.is_meta and len(buffer) == 4:
-            buffer.uniform_()  # a router's bias, which is zero at first
+            buffer.uniform_()  # a router's bias, which starts at zero
     model.generation_config.update(do_sample=True, temperature=0.25)
     model.save_pretrained(folder / "saved", **options)
     return folder / "saved"
 
 
 def values(model: PreTrainedModel, **options: Any) -> dict[str, torch.Tensor]:
-    """Prepare a model and copy everything in it."""
+    """Prepare a model and return a copy of all its values."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     with outcore.prepare(model, optimizer, budget=BUDGET, **options):
         return dict(outcore.named_tensors(model))
@@ -209,7 +209,7 @@ class TestHub:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def cached(self, tmp_path: Path, name: str, model: Path) -> Path:
-        """What ``huggingface_hub`` leaves behind after it has fetched a model."""
+        """Write what ``huggingface_hub`` leaves behind after it has fetched a model."""
         root = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
         (root / "refs").mkdir(parents=True)
         (root / "refs" / "main").write_text("0" * 40)
@@ -258,7 +258,7 @@ class TestHub:
     )
     def test_hub_refuses(self, monkeypatch: pytest.MonkeyPatch, error: Any, said: str):
         def refuse(*_: object, **__: object) -> None:
-            raise error.__new__(error, "the\nreason")  # its constructor wants a response
+            raise error.__new__(error, "the\nreason")  # its constructor needs a response
 
         monkeypatch.setattr(model_module, "snapshot_download", refuse)
         with pytest.raises(ConfigError, match=re.escape(said)):

@@ -1,4 +1,4 @@
-"""``outcore train --optim muon``: the same over tiers, and resumed; what is shown, planned and refused."""
+"""``outcore train --optim muon``: the same result over all tiers and when resumed; output, plans and refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_bad_settings_are_one_message(command: Run, config_json: Path, text: Pat
 
 
 def test_planned_by_the_work_of_matrices(command: Run, config_json: Path):
-    """A moment instead of two, and time for products, on the device, too."""
+    """Muon has one moment instead of two, and takes time for matrix products, also on the device."""
     plan = ("plan", "--model", config_json, "--hardware", "rtx-4090", "--json", "--batch-size", 1, "--seq-len", 16)
     steps = {}
     for name in ("adamw_torch", "muon"):

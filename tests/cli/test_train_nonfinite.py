@@ -1,4 +1,4 @@
-"""``--on-nonfinite``: a loss or gradient that is no number ends the run, or is left out as if it had not been."""
+"""``--on-nonfinite``: a loss or gradient that is not finite ends the run, or the step is skipped without a trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def strict_jsonl(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """Step, counted from 1 -> what the loss of its last batch is multiplied by."""
+    """Step, counted from 1 -> factor on the loss of its last batch."""
     factors: dict[int, float] = {}
     compute = SFTTrainer.compute_loss
 
@@ -85,7 +85,7 @@ class TestSkip:
     def test_a_skipped_step_is_as_if_it_had_not_been(
         self, command, shared, weights, text, tmp_path, poison, monkeypatch, early
     ):
-        """Weights, moments, their step count and the learning rate; also where updates began inside backward."""
+        """Weights, moments, their step count and the learning rate stay, also if updates began inside backward."""
         poison.update({1: math.inf, 4: math.nan})
         out = tmp_path / "run"
         if early:
@@ -116,7 +116,7 @@ class TestSkip:
         assert_equal(mine, {name: t for name, t in tensors(trainer.model).items() if name in mine})
 
     def test_several_steps_in_a_line(self, command, shared, tmp_path, poison):
-        """Their mean is that of the steps that were made."""
+        """The mean of a line is over the steps that were made."""
         poison.update({2: math.nan, 5: math.nan, 6: math.nan})
         for every in (1, 2):
             more = ("--on-nonfinite", "skip", "--out", tmp_path / str(every), "--set", f"logging_steps={every}")
@@ -126,7 +126,7 @@ class TestSkip:
 
 
 def leaving_out(step: Callable[..., None]) -> Callable[..., None]:
-    """What a plain loop would do: no update and no next learning rate if a gradient is not finite."""
+    """Skip the update, and the scheduler's step with it, if a gradient is not finite: what a plain loop would do."""
 
     def skipping(self: AcceleratedOptimizer, closure: None = None) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]

@@ -1,4 +1,4 @@
-"""What a run tells while it goes, and how it treats the folder that it writes to."""
+"""What a run reports while it trains, and how it treats its output folder."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SHORT = ("--steps", 4, "--batch-size", 2, "--seq-len", 48)
 class TestMetrics:
     @pytest.fixture
     def few(self, tmp_path: Path) -> Path:
-        """Two rows to evaluate on, a batch each."""
+        """Two rows to evaluate on, one per batch."""
         path = tmp_path / "few.txt"
         path.write_text("that evaluates " * 8)
         return path
@@ -86,7 +86,7 @@ class TestMetrics:
         assert found | {"eval_aux_loss"} == set(FINE_TUNING.metrics)
 
     def test_compute_and_waits_explain_model_and_step(self, command, config_json, text, tmp_path, monkeypatch):
-        """Blocks sleep, so that nothing else counts; lanes are so slow that they are waited for."""
+        """Blocks sleep so that no other compute matters, and lanes are so slow that compute waits for them."""
         took_s = [0.0]
         faults = Faults(throttle={"h2d": 2**20, "d2h": 2**20, "update": 8 * 2**20, "states_read": 2**23})
         monkeypatch.setattr(mixin, "prepare_in_loop", partial(prepare_for_test, faults=faults))
@@ -99,11 +99,11 @@ class TestMetrics:
         monkeypatch.setattr(LlamaDecoderLayer, "forward", sleeping)
         for owner, name in ((SFTTrainer, "compute_loss"), (Accelerator, "backward"), (StreamedOptimizer, "step")):
             monkeypatch.setattr(owner, name, timed(getattr(owner, name), took_s))
-        # Weights of two blocks on the host, which are fetched.
+        # The weights of two blocks are on the host and are fetched.
         shared = ("train", "--model", config_json, "--data", text, *SHORT, "--disk", tmp_path)
         more = ("--device-memory", "140KiB", "--host-memory", "520KiB")
         shares = []
-        while len(shares) < 9 and pytest.approx(1.0, rel=0.05) not in shares:  # TRL's own loss may be slow for once
+        while len(shares) < 9 and pytest.approx(1.0, rel=0.05) not in shares:  # TRL's own loss is sometimes slow
             took_s[0], out = 0.0, tmp_path / f"run {len(shares)}"
             assert command(*shared, *more, "--out", out).status == 0
             lines = read_jsonl(out / "metrics.jsonl")
@@ -115,7 +115,7 @@ class TestMetrics:
         assert shares[-1] == pytest.approx(1.0, rel=0.05), shares
 
     def test_bytes_are_those_of_the_step(self, lines):
-        """Each step moves as much as the other; evaluation only reads weights, which lie on the device here."""
+        """Each step moves the same bytes; evaluation only reads weights, which are on the device here."""
         moved = [line["moved_bytes"] for line in lines if "loss" in line]
         assert moved[1] == moved[2] == moved[3]
         assert moved[1]["states_write"] > 0
@@ -146,7 +146,7 @@ class TestMetrics:
         assert all(line.get("step_s", 0) < 500 for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
 
     def test_several_steps_in_a_line_are_averaged(self, command, config_json, text, few, tmp_path):
-        """Also if evaluations lie between them."""
+        """Evaluations between the steps do not matter."""
         shared = ("train", "--model", config_json, "--data", text, *SHORT, "--disk", tmp_path, *TIERS)
         for every, more in ((1, ()), (2, ("--eval-data", few, "--set", "eval_steps=1"))):
             settings = ("--out", tmp_path / str(every), "--set", f"logging_steps={every}", *more)
@@ -159,7 +159,7 @@ class TestMetrics:
         assert two[1]["tokens_per_s"] == pytest.approx(2 * 48 / two[1]["step_s"])
 
     def test_lines_are_durable_before_the_checkpoint(self, command, config_json, text, tmp_path):
-        """Else the power could go, and leave a checkpoint of steps that have no line and are not trained again."""
+        """Otherwise a power loss could leave a checkpoint after steps that have no line and are not trained again."""
         out, calls = tmp_path / "run", []
 
         def note(call: Call, make: Callable[..., Any]) -> Any:
@@ -175,7 +175,7 @@ class TestMetrics:
         assert [name for name in calls if name not in ("write", "fsync")] == [
             *("plan.json", "create", "checkpoint-2", "checkpoint-4", "model")
         ]
-        for steps in (2, 4):  # training goes on while a checkpoint is written, so later lines may be there, too
+        for steps in (2, 4):  # training goes on while a checkpoint is written, so later lines may be there already
             before = calls[: calls.index(f"checkpoint-{steps}")]
             synced = before[: len(before) - before[::-1].index("fsync")]
             assert synced.count("write") >= steps
@@ -354,7 +354,7 @@ class TestNotices:
         def state() -> list[tuple[Any, ...]]:
             return [(log.level, list(log.handlers), log.propagate) for log in loggers] + [(warnings.showwarning,)]
 
-        with notices():  # imports the libraries, which set up their loggers
+        with notices():  # imports the libraries, which then set up their loggers
             pass
         before = state()
         with pytest.raises(ValueError, match="stop"), notices():
@@ -448,7 +448,7 @@ class TestFolder:
             OutputFolder(tmp_path, resume="auto")
 
     def test_only_what_a_run_made_is_removed(self, tmp_path):
-        """Files that look like ours, folders of somebody else, older half-done checkpoints."""
+        """Files that look like the run's, other programs' folders and older incomplete checkpoints all stay."""
         for step, state in ((3, None), (10, "{}")):
             (tmp_path / f"checkpoint-{step}").mkdir()
             if state is not None:
@@ -481,7 +481,7 @@ class TestFolder:
     def test_what_another_run_wrote_stays(self, tmp_path):
         out = tmp_path / "run"
         with OutputFolder(out, resume=False).opened():
-            (out / "checkpoint-1").mkdir()  # of a run that began meanwhile
+            (out / "checkpoint-1").mkdir()  # of a run that began in the meantime
         assert (out / "checkpoint-1").is_dir()
 
     def test_an_older_model_is_replaced_by_the_last_checkpoint(self, tmp_path):
@@ -511,7 +511,7 @@ class TestFolder:
 
 
 class TestOneRunPerFolder:
-    """Whoever comes second is told so, and touches nothing."""
+    """The second run is refused, and touches nothing."""
 
     @pytest.fixture
     def out(self, tmp_path: Path) -> Path:
@@ -553,7 +553,7 @@ class TestOneRunPerFolder:
             assert sorted(out.iterdir()) == sorted([cache, out / "checkpoint-2"])
 
     def test_a_folder_that_was_removed_meanwhile_is_nobodys(self, out, monkeypatch):
-        """Its lock would keep nobody from a new one of that name."""
+        """Its lock would not keep another run from a new folder of that name."""
         lock = output._lock
 
         def removing(folder, kind):
@@ -590,7 +590,7 @@ class TestOneRunPerFolder:
             OutputFolder(tmp_path, resume=False)
 
     def test_a_child_that_outlives_its_run_holds_no_lock(self, out, monkeypatch):
-        """As a worker of a data loader may, which has inherited the open folder."""
+        """For example a data loader's worker that has inherited the open folder."""
         out.mkdir(parents=True)
         lock, inherited = output._lock, []
 

@@ -1,4 +1,4 @@
-"""Predicted beside measured: in every line of the metrics, on the terminal, and in a sentence when it is far off."""
+"""Predicted beside measured time: in every line of the metrics, on the terminal, and in a message if far off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 in every state of a run: what is left, what is said, and that it goes on as if nothing were."""
+"""SIGTERM and SIGUSR1 in every state of a run: what is left and reported, and that it goes on as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .conftest import CONFIG, read_jsonl, write_json, write_jsonl
 from .test_train import assert_equal, options
 
 STEPS, EVERY = 5, 2
-# State -> the steps that are made then, whose method, which call of it, behind which the signal comes; what is saved.
+# State -> steps made by then; owner, method and number of the call after which the signal comes; the saved step.
 STATES: dict[str, tuple[int, Any, str, int, int]] = {
     "first micro-batch": (0, SftTrainer, "training_step", 1, 1),
     "before the update": (2, SftTrainer, "_get_grad_norm", 1, 3),
@@ -49,7 +49,7 @@ STATES: dict[str, tuple[int, Any, str, int, int]] = {
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Dropout, windows of two batches of which an epoch's last is short, a schedule, evaluations between saves."""
+    """A job: dropout, windows of two batches (an epoch's last is short), a schedule, evaluations between saves."""
     folder = tmp_path_factory.mktemp("preemption")
     model = write_json(folder / "config.json", {**CONFIG, "num_hidden_layers": 2, "attention_dropout": 0.1})
     rows = [{"prompt": f"{n} and {n} is ", "completion": f"{2 * n}"} for n in range(5)]
@@ -62,7 +62,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(shared: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nobody stopped."""
+    """The output of the run that was not stopped."""
     out = tmp_path_factory.mktemp("whole") / "run"
     command = [sys.executable, "-m", "outcore", *shared, "--out", str(out), "--save-every", str(EVERY)]
     done = nursery.run(command, check=False, capture_output=True, text=True)
@@ -73,14 +73,14 @@ def whole(shared: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def then(
     patch: pytest.MonkeyPatch, step: int, owner: Any, name: str, number: int, act: Callable[[], None]
 ) -> list[int]:
-    """Act once where a run is in a state; the list tells whether it was."""
+    """Act once when a run reaches a state; the returned list tells whether it did."""
     method, calls = getattr(owner, name), []
 
     def acting(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = method(self, *args, **kwargs)
         if (
             self.state if hasattr(self, "state") else args[1]
-        ).global_step == step:  # of a Trainer, or given to a callback
+        ).global_step == step:  # a Trainer has a state, a callback is given it
             calls.append(step)
             if len(calls) == number:
                 act()
@@ -115,7 +115,7 @@ def test_the_step_is_finished_and_saved(state, shared, whole, command, tmp_path,
 
 
 def test_an_evaluation_is_made_up_for_once(shared, whole, command, tmp_path, monkeypatch):
-    """Also where the run is killed behind it, before anything else was saved."""
+    """Also if the run is killed after the evaluation, before anything else was saved."""
     out, stop = tmp_path / "run", KeyboardInterrupt()
 
     def fail() -> None:
@@ -133,7 +133,7 @@ def test_an_evaluation_is_made_up_for_once(shared, whole, command, tmp_path, mon
 
 
 def test_an_evaluation_at_the_start_is_the_one_that_is_owed(shared, command, tmp_path, monkeypatch):
-    """Its line is there once, and it counts for the best model."""
+    """Its line appears once, and it counts for the best model."""
     out = tmp_path / "run"
     more = ("--set", "eval_on_start=true", "--set", "metric_for_best_model=loss", "--save-every", EVERY)
     with monkeypatch.context() as patch:
@@ -146,7 +146,7 @@ def test_an_evaluation_at_the_start_is_the_one_that_is_owed(shared, command, tmp
 
 
 def test_a_last_evaluation_is_made_up_for_once(shared, whole, command, tmp_path, monkeypatch):
-    """Though the checkpoint, which stays as it is, still says that it is owed."""
+    """The checkpoint is not changed, so it still says that the evaluation is owed."""
     out = tmp_path / "run"
     for number, act in enumerate((lambda: signal.raise_signal(signal.SIGTERM), lambda: None, lambda: None)):
         with monkeypatch.context() as patch:
@@ -178,7 +178,7 @@ with mock.patch.object(SftTrainer, "_maybe_log_save_evaluate", then_die):
 
 
 def test_killed_before_the_evaluation_of_an_epoch(shared, whole, command, tmp_path):
-    """A save behind its last step waits for the evaluation: else it would be lost, and other random numbers drawn."""
+    """A save after an epoch's last step waits for the evaluation: else it is lost, and random numbers differ."""
     out = tmp_path / "run"
     program = [sys.executable, "-c", KILLED, "3", *shared, "--out", str(out), "--save-every", "1"]
     assert nursery.run(program, check=False, capture_output=True).returncode == -signal.SIGKILL
@@ -190,7 +190,7 @@ def test_killed_before_the_evaluation_of_an_epoch(shared, whole, command, tmp_pa
 
 
 def test_a_signal_in_the_last_save_changes_nothing(shared, whole, command, tmp_path, monkeypatch):
-    """Nor one while the model is written: what is done needs no other life."""
+    """Nor does a signal while the model is written: a finished run need not be started again."""
     out, save, numbers = tmp_path / "run", outcore.save_pretrained, []
 
     def save_pretrained(*args: Any) -> None:
@@ -214,7 +214,7 @@ def test_a_signal_in_the_last_save_changes_nothing(shared, whole, command, tmp_p
     ],
 )
 def test_what_does_not_fit_into_the_time_is_not_begun(grace, said, shared, command, tmp_path, monkeypatch):
-    """By the time that saves took; the save of step 2 is there before the signal, for it is written beside training."""
+    """Saves so far tell how long one takes. Step 2 is saved before the signal, since it is written during training."""
     out, saving = tmp_path / "run", Saves.save_needs_s
 
     def stop() -> None:
@@ -235,7 +235,7 @@ def test_what_does_not_fit_into_the_time_is_not_begun(grace, said, shared, comma
     assert left.startswith(f"{out / 'checkpoint-2'} holds everything up to step 2; ")
 
 
-# A run that says when it is in a state, and waits there for what is to come; then it does what is to be done.
+# A run that reports when it reaches a state and waits there for a signal; then it performs an action.
 PROGRAM = """
 import signal, sys, time
 from unittest import mock
@@ -311,10 +311,10 @@ def test_a_second_signal_ends_the_run_at_once(shared, tmp_path):
 
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_the_run_is_gone_when_the_time_is_over(is_stuck, shared, tmp_path):
-    """Whatever it does then, also where no handler can run: a kernel."""
+    """Whatever the run does then, also if no handler can run, as inside a kernel."""
     out = tmp_path / "run"
     act = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); " if is_stuck else ""
-    grace_s = 1 if is_stuck else 5  # a tenth of it is there to close in, also on a machine that is busy
+    grace_s = 1 if is_stuck else 5  # a tenth of it is left for closing, enough on a busy machine, too
     process = start("SftTrainer.training_step", act + "time.sleep(30)", [*shared, "--out", out, "--grace", grace_s])
     process.send_signal(signal.SIGTERM)
     status, err = end(process)
@@ -328,7 +328,7 @@ def test_the_run_is_gone_when_the_time_is_over(is_stuck, shared, tmp_path):
 
 
 def test_signals_to_the_whole_group_and_nobody_listens(shared, whole, tmp_path):
-    """Workers of the data loader get them too; whoever read standard output and error is gone."""
+    """Workers of the data loader get the signal, too; the reader of standard output and error is gone."""
     out = tmp_path / "run"
     process = start("SftTrainer.training_step", "", [*shared, "--set", "dataloader_num_workers=1", "--out", out])
     process.stdout.close()
@@ -348,7 +348,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_saves_come_by_the_clock_and_at_the_end(shared, command, tmp_path, monkeypatch):
-    """And what they cost is said."""
+    """The output says what the saves cost."""
     out = tmp_path / "run"
     clock = iter(range(10**6))
     for module in (saves, integration):
@@ -418,7 +418,7 @@ def test_what_is_needed_follows_from_what_was_measured(monkeypatch):
 
 
 def test_the_time_begins_when_the_signal_comes():
-    """Also where Python can look only later: behind a backward pass on an accelerator, or here in one long call."""
+    """Also if Python sees the signal later: after an accelerator's backward, or here after one long call."""
     asked = Preemption(Saves(every_minutes=None, first_s=float), 60)
     asked._is_held = True
     with asked:
@@ -435,7 +435,7 @@ def test_the_time_begins_when_the_signal_comes():
 def test_only_a_second_signal_waits_for_no_save():
     with Preemption(Saves(every_minutes=None, first_s=lambda: 9.0), 5) as asked:
         asked._is_held = True
-        for kind in (SystemExit, EndedAtOnceError):  # the first one is too late to save what is under way
+        for kind in (SystemExit, EndedAtOnceError):  # the first signal is too late to save what is under way
             with pytest.raises(SystemExit) as caught:
                 signal.raise_signal(signal.SIGTERM)
             assert caught.type is kind
@@ -448,7 +448,7 @@ def test_a_sample_says_how_long_writing_takes(tmp_path):
 
 
 def test_only_a_lost_rank_is_taken_for_a_stop():
-    """What fails on this rank behind a signal is said."""
+    """An error of this rank's own after a signal is reported."""
     lost, own = OtherRankError("rank 0: expected all ranks to come"), outcore.DiskError("no space left")
     on_lane = outcore.OutcoreError("a lane failed")
     on_lane.__cause__ = lost

@@ -1,4 +1,4 @@
-"""``outcore train --lora RANK --load-in-4bit``: a base that is quantised as it is read, and what is refused."""
+"""``outcore train --lora RANK --load-in-4bit``: a base that is quantised as it is read; refusals."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_in_8_bits(command: Run, weights: Path, text: Path, tmp_path: Path):
 
 
 def test_a_base_that_is_quantised_already(command: Run, weights: Path, text: Path, tmp_path: Path):
-    """Is the one that ``--load-in-4bit`` makes of the same weights."""
+    """The base equals the one that ``--load-in-4bit`` makes of the same weights."""
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -92,7 +92,7 @@ def test_a_base_that_is_quantised_already(command: Run, weights: Path, text: Pat
     assert planned.status == 0, planned.err
 
 
-@pytest.mark.filterwarnings("ignore")  # torchao's
+@pytest.mark.filterwarnings("ignore")  # torchao's own
 def test_a_base_of_torchao(command: Run, weights: Path, text: Path, tmp_path: Path):
     way = pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig
     base = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16, quantization_config=TorchAoConfig(way()))
@@ -148,7 +148,7 @@ def test_a_missing_library_is_one_sentence(command: Run, weights: Path, text: Pa
 
 
 def test_planned(command: Run, weights: Path):
-    """What each choice gives: bytes of the units, and steps in time."""
+    """A plan of a quantised base has a predicted step time and reserves little memory."""
     done = command("plan", "--model", weights, "--hardware", "rtx-4090", "--lora", 2, "--load-in-4bit", "--json")
     assert done.status == 0, done.err
     found = json.loads(done.out)

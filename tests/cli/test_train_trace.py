@@ -1,4 +1,4 @@
-"""``--trace``: a few steps as a timeline, there as soon as they are over, and never in place of something else."""
+"""``--trace``: a timeline of a few steps, written as soon as they are over, never over something else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rows(path: Path) -> dict[str, list[str]]:
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Press Ctrl-C in the middle of the next one."""
+    """Press Ctrl-C in the middle of the step after ``step``."""
 
     def on_substep_end(self, args, state, control, **kwargs):
         if state.global_step == step:
@@ -69,7 +69,7 @@ class TestRun:
 
     @pytest.mark.parametrize(("after", "steps"), [(1, None), (3, 1), (5, 3)])
     def test_an_interrupted_run_leaves_what_was_recorded(self, command, shared, tmp_path, monkeypatch, after, steps):
-        """Before the recorded steps nothing; in the middle of them what there is; after them everything."""
+        """Before the recorded steps nothing is written; during them what there is so far; after them everything."""
         trace = tmp_path / "trace.json"
         stop_after(monkeypatch, after)
         more = ("--set", "gradient_accumulation_steps=2", "--trace", trace)
@@ -117,7 +117,7 @@ class TestRun:
 
 
 class FakeRecorder:
-    """Notes which steps are recorded."""
+    """Knows whether it is on, and records nothing."""
 
     def __init__(self):
         self.is_on = False
@@ -221,7 +221,7 @@ class TestFile:
             TraceFile(tmp_path / "a", out=out)
 
     def test_what_may_not_be_written_is_refused(self, tmp_path, out, monkeypatch):
-        """Root may write everywhere, so permissions are played."""
+        """Root may write everywhere, so missing permissions are simulated."""
         path = tmp_path / "trace.json"
         path.write_text("")
         monkeypatch.setattr("os.access", lambda *_: False)

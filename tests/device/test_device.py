@@ -1,4 +1,4 @@
-"""The CPU device, what ``open_device`` accepts, and the CUDA code that needs no GPU to be checked."""
+"""The CPU device, the arguments that ``open_device`` accepts, and CUDA code that can be checked without a GPU."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_race_checker_sees_every_kind_of_access():
 
 
 def test_a_wait_on_the_handle_itself_orders_nothing_for_the_checker():
-    """``Device.wait`` is the declared wait."""
+    """Only ``Device.wait`` declares a wait."""
     region = Region("host", 0, 10)
     with open_device("cpu", race_checker=RaceChecker()) as device:
         handle = device.submit(Lane.UPDATE, "update", lambda: None, writes=[region])
@@ -123,7 +123,7 @@ def test_a_kind_of_device_is_complete_and_overrides_nothing(kind):
 
 
 class _Cudart:
-    """Stands in for the runtime: refuses the registration that makes ``refuse_at`` calls."""
+    """Stands in for the runtime: refuses the registration at call number ``refuse_at``."""
 
     def __init__(self, refuse_at=None):
         self.registered, self.calls, self.refuse_at = {}, 0, refuse_at
@@ -141,9 +141,9 @@ class _Cudart:
 
 @pytest.fixture
 def cuda_device(monkeypatch):
-    """A ``CudaDevice`` that was never opened: enough for what only talks to the runtime."""
+    """Make a ``CudaDevice`` that was never opened: enough for methods that only talk to the runtime."""
     opened = object.__new__(CudaDevice)
-    opened.torch_device = torch.device("cpu")  # where the error is cleared
+    opened.torch_device = torch.device("cpu")  # the device on which the error is cleared
     cudart = _Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     return opened, cudart
@@ -179,7 +179,7 @@ def test_clearing_swallows_the_remembered_error_only(cuda_device, monkeypatch):
 
 
 class _Stream:
-    """Counts what is put on it."""
+    """Counts the work that is put on it."""
 
     def __init__(self):
         self.num_issued, self.waited = 0, []

@@ -1,4 +1,4 @@
-"""Fault injection: delays, permutation, poison and skipped labels do what they say, repeatably."""
+"""Fault injection: delays, permutation, poison and skipped labels have the declared effects, repeatably."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_delays_are_repeatable_bounded_and_per_lane():
     faults = Faults(delays={"h2d": 0.5, "update": 0.25, "compute": 0.125}, seed=7)
     one, other = Delays(faults), Delays(faults)
     first = [one.around(Lane.H2D) for _ in range(20)]
-    other.around(Lane.UPDATE)  # what other lanes draw does not matter
+    other.around(Lane.UPDATE)  # draws of other lanes do not matter
     assert other.compute_s() == one.compute_s()
     assert [other.around(Lane.H2D) for _ in range(20)] == first
     assert all(0 <= s <= 0.5 for pair in first for s in pair)
@@ -58,7 +58,7 @@ def test_pauses_lie_around_the_work_and_before_compute(monkeypatch, permute):
 
 
 def _run_random_program(seed, permute, *, num_operations=60):
-    """Submit a random program and wait here and there; returns what ran, in order, and what had to run before it."""
+    """Submit a random program and wait here and there; return what ran, in order, and what had to run before it."""
     rng = random.Random(seed)
     ran, before, handles = [], {}, []
     with open_device("cpu", Faults(permute=permute)) as device:
@@ -129,7 +129,7 @@ def test_a_loop_that_asks_until_done_ends():
 
 
 def test_permuted_work_can_be_submitted_from_another_thread():
-    """As autograd's device thread does while the main thread is blocked."""
+    """Autograd's device thread submits while the main thread is blocked."""
     ran = []
     with open_device("cpu", Faults(permute=2)) as device:
 
@@ -243,13 +243,13 @@ def test_a_skipped_label_is_dropped_everywhere_and_recorded():
         early = device.submit(
             Lane.H2D, "early", lambda: ran.append("early"), after={"slot free": blocked, "other": None}
         )
-        early.wait()  # would hang if the label counted
+        early.wait()  # would hang if the label were not skipped
         device.wait("slot free", blocked)
         device.compute("use", after={"slot free": [blocked]})
         assert ran == ["early"]
         assert not blocked.done()
         release.set()
-        assert device.labels_seen == {"slot free"}  # a label that never carried a handle orders nothing
+        assert device.labels_seen == {"slot free"}  # a label that never carried a handle is not recorded
 
 
 def test_every_label_is_recorded_without_skipping():
@@ -258,7 +258,7 @@ def test_every_label_is_recorded_without_skipping():
         device.submit(Lane.H2D, "b", lambda: None, after={"one": handle})
         device.compute("c", after={"two": [None, handle]})
         device.wait("three", handle)
-        device.poison(None, None, {"four": handle})  # off: nothing is looked at
+        device.poison(None, None, {"four": handle})  # poison is off: the label is not recorded
         assert device.labels_seen == {"one", "two", "three"}
 
 
@@ -283,7 +283,7 @@ def test_a_throttled_operation_takes_its_bytes_over_the_rate(monkeypatch, permut
         device.submit(Lane.H2D, "fetch", work, reads=regions, writes=regions).wait()
         device.submit(Lane.D2H, "slower than its rate", work, writes=regions).wait()
         device.submit(Lane.UPDATE, "not throttled", work, writes=regions).wait()
-    assert slept == [pytest.approx(0.75)]  # 100 bytes at 100 bytes per second, a quarter of it by itself
+    assert slept == [pytest.approx(0.75)]  # 100 bytes at 100 bytes per second, less the quarter that the work took
 
 
 @pytest.mark.parametrize("permute", [None, 3])

@@ -1,4 +1,4 @@
-"""Lanes and handles on threads: order, dependencies, errors, closing, and who has how many ATen threads."""
+"""Lanes and handles on threads: order, dependencies, errors, closing, and the number of ATen threads of each thread."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_close_ends_the_running_operation_and_fails_the_queued_ones():
         with pytest.raises(LaneError, match="to run on lane .*, but the device was closed before its turn"):
             handle.wait()
     assert ran == ["running"]
-    device.check()  # nobody has to hear of cancelled operations
+    device.check()  # cancelled operations raise nothing
 
 
 def test_close_reports_an_operation_that_does_not_end(monkeypatch):
@@ -256,7 +256,7 @@ def test_operations_neither_submit_nor_wait(device):
     with pytest.raises(LaneError, match="wait for 'never' inside an operation"):
         waiting.wait()
     looking = device.submit(Lane.UPDATE, "looking", never.done)
-    looking.wait()  # asking is harmless
+    looking.wait()  # asking does not wait
 
 
 def test_the_callers_modes_do_not_reach_an_operation(device):
@@ -298,7 +298,7 @@ def test_operations_run_with_one_aten_thread(three_threads, device):
     counts = []
 
     def work():
-        torch.randn(NUMEL).sum()  # a parallel kernel: this is when a thread takes the default over
+        torch.randn(NUMEL).sum()  # a thread adopts the default count at its first parallel kernel
         counts.append(torch.get_num_threads())
 
     for lane in Lane:
@@ -368,7 +368,7 @@ def test_a_forked_child_has_no_lanes(permute):
         holder = threading.Thread(target=_hold, args=(device._lanes._lock, locked, forked))
         holder.start()
         locked.wait()
-        child = os.fork()  # just when another thread is submitting
+        child = os.fork()  # exactly while another thread is submitting
         if child == 0:
             status = 1
             try:

@@ -1,4 +1,4 @@
-"""The race checker: every kind of order is accepted, every missing one is found, and it agrees with brute force."""
+"""The race checker accepts every kind of order, finds every missing one, and agrees with brute force."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_a_refused_operation_leaves_no_trace():
 
 
 def test_the_log_stays_small_and_fast():
-    """30 000 operations over 64 slots cut in odd ways; a checker that forgets nothing would need minutes."""
+    """30 000 operations over 64 slots cut in odd ways; a checker that never forgets would need minutes."""
     rng = random.Random(0)
     checker = RaceChecker()
     clocks = {}
@@ -244,7 +244,7 @@ _op = st.tuples(
 
 
 def _brute_force(program):
-    """Index of the first operation that races with an earlier one, by transitive closure over explicit edges."""
+    """Return the index of the first operation that races with an earlier one, by transitive closure over edges."""
     before: list[set[int]] = []  # event -> all events that happen before it
     accesses: list[tuple[int, set[int], bool]] = []  # event, bytes, is a write
     last: dict[str, int] = {}  # actor -> its last event
@@ -304,7 +304,7 @@ def test_it_agrees_with_brute_force(program):
 
 
 def _mostly_ordered(seed):
-    """Random programs race within a few operations; here most operations come after all that conflict."""
+    """Return a program that mostly orders conflicting operations; random ones race within a few operations."""
     rng = random.Random(seed)
     program, num_handles = [], 0
     for _ in range(120):
@@ -323,4 +323,4 @@ def test_it_agrees_with_brute_force_on_mostly_ordered_programs():
         found.append(_brute_force(program))
         assert _checked(program) == found[-1], f"seed {seed}"
     lengths = sorted(len(program) if index is None else index for index in found)
-    assert lengths[30] >= 10  # or the programs would be no harder than random ones
+    assert lengths[30] >= 10  # else the programs would be no harder than random ones

@@ -1,4 +1,4 @@
-"""The recorder: off it keeps nothing; on it has every operation, wait and call, and they add up to the step."""
+"""The recorder keeps nothing while off; while on, it has every operation, wait and call, which add up to the step."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_memory_is_bounded_by_steps_and_without_them():
         recorder.add_wait("h2d", "fetch", 0.0, 1.0)
     num_spans, num_waits = len(recorder.timeline().spans), len(recorder.timeline().waits)
     assert num_waits == MAX_SPANS
-    assert num_spans == MAX_SPANS + len(names) - 1  # what the last step settled beside what came since
+    assert num_spans == MAX_SPANS + len(names) - 1  # the spans that the last step settled, and those since
 
 
 def test_lanes_may_add_while_a_step_forgets():
@@ -200,9 +200,9 @@ def step(model, optimizer):
 @pytest.mark.parametrize("serial", [False, True])
 def test_compute_and_waits_explain_a_step(serial):
     faults = Faults(throttle={"h2d": 4096 / 0.05, "d2h": 4096 / 0.02, "update": 12288 / 0.02}, serial=serial)
-    shares = []  # of the time, by waits and compute; and by phases, which contain waits
+    shares = []  # of the step's time: explained by waits and compute, and by phases, which contain waits
     close = pytest.approx((1.0, 1.0), rel=0.1)
-    while len(shares) < 9 and close not in shares:  # another process may take the time between them for once
+    while len(shares) < 9 and close not in shares:  # another process may take time between them in one attempt
         shares.append(explained(faults))
     assert shares[-1] == close, shares
 
@@ -284,7 +284,7 @@ def test_a_recording_may_begin_and_end_inside_a_forward():
 
 
 class _Event:
-    """Stands in for a CUDA event: over at ``at_ms`` of the device's clock, when the device has come so far."""
+    """Stands in for a CUDA event: it is over once the device's clock has reached ``at_ms``."""
 
     now_ms = 0.0
 
@@ -309,7 +309,7 @@ def test_moments_of_a_stream_are_told_on_the_hosts_clock(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
     monkeypatch.setattr(device_cuda.StreamStopwatch, "_event", lambda _: _Event(next(made)))
-    stopwatch = device_cuda.StreamStopwatch(torch.device("cuda", 0))  # which begins by itself, too
+    stopwatch = device_cuda.StreamStopwatch(torch.device("cuda", 0))  # this starts it, too
     stopwatch.start()  # at 100 ms of the device, 7 s of the host
     first = stopwatch.now()
     stopwatch.tick()  # another anchor, at 2000 ms
@@ -336,7 +336,7 @@ def test_entries_of_a_stream_become_seconds_when_they_are_over(monkeypatch):
         with recorder.step():
             pass
     assert _Event.now_ms == 2e9, "no step blocked"
-    spans = recorder.timeline().spans  # which blocks until the rest is over
+    spans = recorder.timeline().spans  # blocks until the rest is over
     assert [(s.start_s, s.end_s) for s in spans if s.lane == "h2d"] == [(1e6, 2e6), (2e6, 3e6)]
 
 
@@ -365,7 +365,7 @@ def test_waits_of_a_stream_are_added_up_when_they_are_over_and_nothing_blocks(mo
 
 
 class _Streams:
-    """Stands in for a CUDA device whose compute is ordered behind lanes of the CPU."""
+    """Stands in for a CUDA device that orders compute behind lanes of the CPU."""
 
     torch_device = torch.device("cpu")
 

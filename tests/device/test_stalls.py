@@ -1,4 +1,4 @@
-"""Operations that make no progress: a wait gives up with an error that names them, and closing does not hang."""
+"""Operations without progress: a wait gives up with an error that names them, and closing does not hang."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def close_left_behind(device):
     start_s = time.monotonic()
     with pytest.raises(LaneError, match=r"still runs; its thread is left behind"):
         device.close()
-    assert time.monotonic() - start_s < 10  # seconds; what is stuck would stay for 30
+    assert time.monotonic() - start_s < 10  # seconds; the stuck operation would last 30
     device.close()
 
 
@@ -77,8 +77,8 @@ def test_after_a_stall_only_closing_is_left(stuck):
     for call in calls.values():
         with pytest.raises(LaneError, match=r"'fetch layers\.3' on lane h2d \(host to device\)"):
             call()
-    done.wait()  # what is over stays so
-    device.check()  # somebody has seen the error
+    done.wait()  # a finished operation stays finished
+    device.check()  # a caller has already seen the error
     close_left_behind(device)
 
 
@@ -94,7 +94,7 @@ def test_what_depended_on_it_has_failed_when_it_comes_back(stuck):
     with pytest.raises(LaneError, match="'fetch' on lane h2d"):
         dependent.wait()
     assert not ran
-    device.close()  # nothing is left behind any more
+    device.close()  # no thread is left behind any more
 
 
 def test_many_short_operations_are_no_stall():

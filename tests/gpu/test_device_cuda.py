@@ -1,4 +1,4 @@
-"""Lanes on a GPU: order is proved with streams that are kept busy, never with clocks."""
+"""Lanes on a GPU: streams that are kept busy prove the order, never clocks."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_tensor_handed_over_may_be_freed_before_the_lane_is_done(device, pinne
     left = device.submit(Lane.D2H, "offload", late, after={"gradients ready": ready})
     left.wait_issued()
     del gradient, late
-    torch.full((NUMEL,), 8.0, device="cuda")  # would be given the same memory
+    torch.full((NUMEL,), 8.0, device="cuda")  # would get the same memory if it were free
     left.wait()
     assert (pinned == 7).all()
 
@@ -247,11 +247,11 @@ def test_the_host_arena_can_be_pinned(device):
 
 
 def test_a_forked_child_destroys_no_event(device):
-    """Torch ends a process that does so and has no driver, such as a worker of a DataLoader."""
+    """Torch ends a process that destroys an event without a driver, such as a DataLoader's worker."""
     points = [device_cuda.Point(torch.cuda.current_stream()) for _ in range(2)]
     events = [weakref.ref(point.event) for point in points]
     held = points.pop()
-    points.append(points)  # left behind for whoever collects it
+    points.append(points)  # a cycle, left to the garbage collector
     del points
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""The engine on a GPU: the same bits as the plain loop there, whatever is late, and no synchronisation in a step."""
+"""The engine on a GPU has the bits of the plain loop there, whatever is late, and steps do not synchronise."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def batches(micro_batches: int) -> list[dict[str, torch.Tensor]]:
 
 
 def plain(model: torch.nn.Module, micro_batches: int) -> Seen:
-    """The bf16 recipe; in fp32 it is the ordinary loop, since masters then equal the weights."""
+    """Train with the bf16 recipe; in fp32 it is the ordinary loop, since masters then equal the weights."""
     model.cuda().train()
     weights = list(model.parameters())
     masters = [torch.nn.Parameter(w.detach().float().clone()) for w in weights]
@@ -111,7 +111,7 @@ def streamed(
 def plan_for(
     model: torch.nn.Module, kind: str, *, accumulation_steps: int | None = None, policy: str = "recompute", **how: Any
 ) -> Plan:
-    """Args: how: ``early``, or ``share`` of the units that are updated on the device."""
+    """Args: how: ``early``, or the ``share`` of units that are updated on the device."""
 
     def homes(i: int) -> tuple[str, str, str]:
         if kind == "mixed":
@@ -125,7 +125,7 @@ def plan_for(
 
 @pytest.fixture(scope="module")
 def unhurried(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Seen]:
-    """What a streamed run of GPT-2 sees that nothing disturbs: trained once for each way of training."""
+    """Return the results of an undisturbed streamed run of GPT-2, which trains once for each way of training."""
 
     @functools.cache
     def run(kind: str, micro_batches: int, **how: Any) -> Seen:
@@ -149,7 +149,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 def test_updates_of_both_devices_differ_by_the_rounding_of_a_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prints how far weights are apart, of the largest of each: ``docs/exceptions.md`` has the figure of an H100."""
+    """Print the largest difference relative to a tensor's largest weight; ``docs/exceptions.md`` has it for an H100."""
     monkeypatch.setattr(f"{__name__}.STEPS", 2)
     weights = [streamed(build("llama", FP32), tmp_path, kind, 1)[1] for kind in ("device", "host")]
     gaps = [((a.cpu() - b.cpu()).abs().max() / a.abs().max().cpu()).item() for a, b in zip(*weights, strict=True)]
@@ -198,7 +198,7 @@ def test_updates_inside_backward_give_the_bits_of_updates_behind_forward(
 @pytest.mark.parametrize(("kind", "micro_batches"), [("host", 1), ("disk", 2), ("mixed", 2)])
 def test_first_loss_and_norm_are_the_plain_ones_and_the_rest_agrees(kind, micro_batches, tmp_path):
     """An update on the CPU agrees with one on the GPU to the rounding of one kernel, so later steps agree closely."""
-    model = build("llama", torch.float32)  # no biases: gradients that are zero but for rounding would be magnified
+    model = build("llama", torch.float32)  # no biases: gradients that are zero up to rounding would be magnified
     want = plain(copy.deepcopy(model), micro_batches)
     got = streamed(model, tmp_path, kind, micro_batches)
     for a, b in zip(want[0][: micro_batches + 1], got[0][: micro_batches + 1], strict=True):
@@ -245,13 +245,13 @@ AWAY: dict[str, Any] = {"policy": "keep", "activations": lambda i: ("host", "dis
     ],
 )
 def test_three_steps_synchronise_nothing(kind, how, tmp_path, monkeypatch):
-    monkeypatch.setattr(away, "SMALL_BYTES", 64)  # so that activations of a tiny model leave
+    monkeypatch.setattr(away, "SMALL_BYTES", 64)  # activations of a tiny model leave, too
     model = build("llama", torch.bfloat16).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plan = plan_for(model, kind, accumulation_steps=1, **how)
     causal = (
         torch.ones(31, 31, dtype=torch.bool, device="cuda").tril().expand(3, 1, 31, 31)
-    )  # else the model looks for one
+    )  # else the model looks for a mask
     data = [batch | {"attention_mask": causal} for batch in batches(1)]
     options = {"plan": plan, "device": "cuda", "budget": outcore.Budget(disk=tmp_path)}
     with outcore.prepare(model, optimizer, **options) as (model, optimizer):
@@ -260,7 +260,7 @@ def test_three_steps_synchronise_nothing(kind, how, tmp_path, monkeypatch):
             torch.cuda.set_sync_debug_mode("error" if i else "default")
             try:
                 model(**batch).loss.backward()
-                clip_grad_norm_(model.parameters(), 1e9)  # an early update is lost to one that is reached
+                clip_grad_norm_(model.parameters(), 1e9)  # a limit that is reached would undo early updates
                 optimizer.step()
                 optimizer.zero_grad()
             finally:
@@ -270,7 +270,7 @@ def test_three_steps_synchronise_nothing(kind, how, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_recompute_that_differs_is_refused(step, tmp_path):
-    """In the first step before anything is updated; later, since nobody waits, as soon as the host knows."""
+    """In the first step before any update; later as soon as the host knows, since nothing waits for the check."""
     model, calls = build("gpt2", torch.bfloat16).train(), [0]
 
     def differ(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:

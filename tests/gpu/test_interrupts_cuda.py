@@ -1,4 +1,4 @@
-"""Ctrl-C in a backward that autograd walks on a thread of its own."""
+"""Ctrl-C in a backward that autograd runs on a thread of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Pressed:
-    """Ctrl-C in the next block that a backward comes to; counts all that it comes to."""
+    """Presses Ctrl-C in the next block that a backward comes to; counts all blocks that it comes to."""
 
     def __init__(self, model: nn.Module) -> None:
         self.num_visits, self.is_due = 0, False
@@ -34,16 +34,16 @@ class Pressed:
         self.num_visits += 1
         if self.is_due:
             self.is_due = False
-            signal.raise_signal(signal.SIGINT)  # to this very thread: another might get it later
+            signal.raise_signal(signal.SIGINT)  # to this thread: another one might get it later
             self.then()
 
 
 def press_everywhere(loss: torch.Tensor, pressed: Pressed) -> None:
-    """In backward it comes before the next block does, and once; elsewhere it is as ever."""
+    """Check that Ctrl-C is raised once in backward, before the next block, and as usual elsewhere."""
     pressed.is_due, pressed.num_visits = True, 0
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
-    for _ in range(1000):  # where Python would call a handler that is still due
+    for _ in range(1000):  # Python would call a pending handler here
         pass
     assert pressed.num_visits == 1
     with pytest.raises(KeyboardInterrupt):
@@ -58,7 +58,7 @@ def steps_with_one_lost(model: nn.Module, optimizer: torch.optim.Optimizer, pres
         if step == 1:
             if pressed is not None:
                 press_everywhere(loss, pressed)
-            model.zero_grad()  # tells nobody that something may have been lost
+            model.zero_grad()  # does not report that something may have been lost
         else:
             loss.backward()
             optimizer.step()
@@ -70,7 +70,7 @@ def steps_with_one_lost(model: nn.Module, optimizer: torch.optim.Optimizer, pres
 @pytest.mark.parametrize("kind", ["device", "host", "disk"])
 def test_it_comes_at_the_next_unit_and_once(kind: str, tmp_path: Path):
     model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as undisturbed:  # a plain loop updates on the device
+    with prepared(model, adamw(model), kind, tmp_path) as undisturbed:  # the plain loop would update on the device
         want = steps_with_one_lost(*undisturbed, None)
     model = make()
     pressed = Pressed(model)
@@ -98,7 +98,7 @@ def test_it_ends_a_wait_for_a_lane(tmp_path: Path):
 
 @pytest.mark.parametrize("wait", ["for one", "for all"])
 def test_it_ends_a_wait_for_the_device(wait: str, tmp_path: Path):
-    """Of a copy that takes long: the host looks, instead of waiting inside the driver."""
+    """The operation takes long: the host polls, instead of waiting inside the driver."""
     model = make()
     with prepared(model, adamw(model), "host", tmp_path) as (model, _):
         device = engine_of(model, "test").device
@@ -126,7 +126,7 @@ def test_a_handler_of_the_users_own_is_called_behind_backward(tmp_path: Path):
     model, calls = make(), []
     pressed = Pressed(model)
     with prepared(model, adamw(model), "host", tmp_path) as (model, _):
-        model.loss(batch()).backward()  # begins with Python's own
+        model.loss(batch()).backward()  # begins with Python's own handler
         pressed.num_visits, pressed.is_due = 0, True
         with handled_by(lambda *_: calls.append(pressed.num_visits)):
             model.loss(batch()).backward()

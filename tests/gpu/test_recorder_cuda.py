@@ -1,4 +1,4 @@
-"""The recorder on a GPU: work and waits of streams are timed where they happen, without blocking."""
+"""The recorder on a GPU: work and waits of streams are timed on the streams, without blocking."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sleep() -> None:
 
 def test_copies_compute_and_its_waits_are_timed_on_their_streams():
     with open_device("cuda") as device:
-        torch.cuda._sleep(1)  # loading it takes time
+        torch.cuda._sleep(1)  # loading the kernel takes time
         device.recorder.start(num_steps=1)
         start_s = time.perf_counter()
         fetched = device.submit(Lane.H2D, "fetch", sleep, writes=[Region("device", 0, 10)])

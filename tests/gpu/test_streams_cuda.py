@@ -1,6 +1,7 @@
-"""A training loop that moves to another stream: autograd leaves hooks of parameters on the stream of the first step.
+"""Training loops that move to another stream, and blocks that have a stream of their own.
 
-And blocks that have a stream of their own. The race checker looks on, and is told of what the loop itself orders.
+Autograd leaves hooks of parameters on the stream of the first step. The race checker is told the loop's
+own order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .test_engine_cuda import build, plan_for
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The AccumulateGrad node.s stream"),  # of the plain loop too
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node.s stream"),  # the plain loop has it, too
 ]
 
 STEPS = 3
@@ -43,7 +44,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 def drive(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, streams: Streams, order: Order = put_behind
 ) -> list[torch.Tensor]:
-    """Step on one stream, whose loss and so whose graph stay alive, and on another one that is joined after each."""
+    """Step on one stream, keep its loss and graph alive, then step on another one; join each stream after its step."""
     seen, kept = [], []
     torch.manual_seed(7)
     for step in range(STEPS):
@@ -96,7 +97,7 @@ def drive_plain(streams: Streams) -> list[torch.Tensor]:
 def test_steps_on_another_stream_than_the_first_give_the_same_bits(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Those of the plain loop where the device updates, else those of one stream."""
+    """The bits are the plain loop's if the device updates, else those of a run on one stream."""
     two, one = [torch.cuda.Stream(), torch.cuda.Stream()], [torch.cuda.current_stream()] * 2
     with monkeypatch.context() as patch:
         want = drive_plain(two) if kind == "device" else drive_prepared(kind, tmp_path, one, patch)
@@ -138,6 +139,6 @@ def test_blocks_that_work_on_a_stream_of_their_own(model: torch.nn.Module, optim
         losses.append(model.loss(batch(step)["input_ids"] % VOCAB))
         losses[-1].backward()
         optimizer.step()
-        _aside().wait_stream(torch.cuda.current_stream())  # the plain loop's gradients are memory of that stream
+        _aside().wait_stream(torch.cuda.current_stream())  # the plain loop's gradients lie in memory of that stream
         optimizer.zero_grad()
     return losses

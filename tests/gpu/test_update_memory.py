@@ -1,4 +1,4 @@
-"""What a rule makes and drops on the device is no more than it says, which plans count."""
+"""A rule's temporaries on the device stay within the size that it states, which plans count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same job twice, by a plain Trainer and by the same one with the mixin: all that they log and leave must be equal.
+"""One job run twice, by a plain Trainer and by the same one with the mixin: logs and results must be equal.
 
 A job is a function ``job(side, folder, **changes)`` that builds a Trainer with ``side.trainer``.
 """
@@ -35,7 +35,7 @@ from outcore.runtime.module_guard import attachment_of
 
 ON_CPU = os.environ.get("OUTCORE_TEST_DEVICE", "cpu") == "cpu"
 CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
-"""Transformers 5.23 has another name for it."""
+"""The setting's name: Transformers 5.23 renamed it."""
 ALL_TIERS = {"device", "host", "disk"}
 
 WARNINGS = [
@@ -46,7 +46,7 @@ _BOOKKEEPING = ("runtime", "_per_second", "_time", "moved_bytes", "exposed_s")
 
 
 class Plain:
-    """Builds what the library has."""
+    """Builds the library's own Trainer."""
 
     def trainer(self, kind: type[Trainer], **options: Any) -> Trainer:
         return kind(**options)
@@ -56,7 +56,7 @@ class Plain:
 
 
 class Streamed(Plain):
-    """Builds it out of core."""
+    """Builds the Trainer with the mixin."""
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         self.folder, self.options = folder, options
@@ -72,7 +72,7 @@ class Streamed(Plain):
         return self.prepare(model, None).model
 
     def prepare(self, model: torch.nn.Module, optimizer: Any, **options: Any) -> Any:
-        """With a budget so tight that something must be everywhere."""
+        """Prepare with a budget so tight that all tiers are used."""
         self.budget = options["budget"] = options.get("budget") or tight(model, optimizer, self.folder, **options)
         return prepare_in_loop(model, optimizer, **options)
 
@@ -81,7 +81,7 @@ _TIGHT: dict[str, tuple[int, int]] = {}
 
 
 def tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any) -> outcore.Budget:
-    """The least on the device, and so much on the host that something is left for the disk, but not all."""
+    """The least possible device memory, and so much host memory that a part of the rest goes to disk."""
     params = [
         (name, p.requires_grad, [(t.shape, t.dtype) for t in tensors_in(p)]) for name, p in model.named_parameters()
     ]
@@ -89,7 +89,7 @@ def tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any) 
     names = {p: name for name, p in model.named_parameters()}
     settings = [
         {**group, "params": [*map(names.get, group["params"])]} for group in groups
-    ]  # such as formats of states
+    ]  # the settings of groups, such as formats of states
     key = repr((type(optimizer), settings, params, options))
     if key not in _TIGHT:
         found = _tight(model, optimizer, folder, **options)
@@ -113,7 +113,7 @@ def _tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any)
 
 @contextmanager
 def streamed(folder: Path, **options: Any) -> Iterator[Streamed]:
-    """The side with the mixin, with these options of it; closes what was prepared. Without ``budget``, a tight one."""
+    """Yield the mixin side with these options; close what it prepared. Without ``budget``, a tight one is used."""
     side = Streamed(folder, options)
     whole_files = AssertionError("a whole file in host memory")
     with (
@@ -133,7 +133,7 @@ def train(trainer: Trainer) -> None:
 
 
 def same(job: Callable[..., Trainer], folder: Path, *, drive: Callable[[Trainer], Any] = train, **changes: Any) -> None:
-    """Run a job both ways; what ``drive`` returns, logs and weights must be equal bit for bit."""
+    """Run a job both ways; the result of ``drive``, the logs and the weights must be equal bit for bit."""
     want = seen(job(Plain(), folder / "plain", **changes), drive)
     with streamed(folder) as side:
         trainer = job(side, folder / "streamed", **changes)
@@ -151,13 +151,13 @@ def seen(trainer: Trainer, drive: Callable[[Trainer], Any]) -> dict[str, Any]:
 
 
 def logs(trainer: Trainer) -> list[dict[str, Any]]:
-    """All that was logged, without what the clock says."""
+    """All that was logged, except times."""
     history = trainer.state.log_history
     return [{k: v for k, v in entry.items() if not k.endswith(_BOOKKEEPING)} for entry in history]
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """On the host, where those of a prepared model come to."""
+    """Copies of the weights on the host; those of a prepared model are brought there."""
     return {
         name if inner is tensor else f"{name} {i}": inner.detach().to("cpu", copy=True)
         for name, tensor in model.state_dict().items()
@@ -166,7 +166,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tiers(model: torch.nn.Module) -> set[str]:
-    """Where a prepared model's plan puts anything."""
+    """The tiers that a prepared model's plan uses."""
     return tiers_of(attachment_of(model).engine.opened.plan)
 
 
@@ -174,7 +174,7 @@ def tiers_of(plan: outcore.Plan) -> set[str]:
     return {tier for unit in plan.units for tier in (unit.weights, unit.gradients, unit.states)}
 
 
-# What is trained.
+# Models, data and jobs.
 
 
 def llama(dtype: torch.dtype = torch.float32, seed: int = 3, attention_dropout: float = 0.1) -> LlamaForCausalLM:
@@ -195,7 +195,7 @@ def llama(dtype: torch.dtype = torch.float32, seed: int = 3, attention_dropout: 
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, and three special tokens."""
+    """A tokenizer of bytes and three special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(["<pad>", "<s>", "</s>", *letters])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -216,7 +216,7 @@ def lora(**changes: Any) -> LoraConfig:
     )
 
 
-# Four steps: of the four micro-batches of an epoch, accumulation 3 leaves one to every second step. Norms are clipped.
+# Four steps. An epoch has four micro-batches, so accumulation 3 leaves one for every second step. Norms are clipped.
 ARGUMENTS = {
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 2,

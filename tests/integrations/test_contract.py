@@ -1,4 +1,4 @@
-"""The names of other libraries that the mixin overrides, calls or reads: an upgrade that changes one fails here."""
+"""The names in other libraries that the mixin overrides, calls or reads: an upgrade that changes one fails here."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_prepared_optimizers_are_left_alone():
 
 
 def test_prepared_models_are_left_alone():
-    """On several ranks Accelerate would put DDP around the others."""
+    """On several ranks Accelerate would wrap other models in DDP."""
     source = inspect.getsource(Accelerator.prepare_model)
     prepared, wraps = source.index(f'"{_ACCELERATE_PREPARED}"'), source.index("DistributedDataParallel(")
     assert prepared < source.index("if not evaluation_mode:") < wraps, VERSIONS

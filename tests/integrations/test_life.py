@@ -1,4 +1,4 @@
-"""What people do with a Trainer beside one call of ``train``."""
+"""Uses of a Trainer other than a single call of ``train``."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_optimizer_that_outcore_does_not_know(tmp_path):
 
 
 def test_a_second_trainer_takes_the_model_over(tmp_path):
-    """Two stages, or a cell of a notebook that is run again."""
+    """For example in a second stage of training, or when a notebook's cell is run again."""
 
     def job(side, folder):
         model = llama()
@@ -194,7 +194,7 @@ def test_a_second_trainer_after_an_interrupt(tmp_path):
 
 
 class Samples(TrainerCallback):
-    """Generates at the end of every epoch."""
+    """Generates text at the end of every epoch."""
 
     def __init__(self) -> None:
         self.texts: list[list[int]] = []
@@ -306,7 +306,7 @@ def test_logs_tell_what_was_moved(tmp_path):
 
 
 def test_no_second_recomputation(tmp_path):
-    """TRL switches activation checkpointing on; inside of units it would run every block a third time."""
+    """TRL turns activation checkpointing on; inside units it would run every block a third time."""
     with streamed(tmp_path) as side:
         trainer = sft(side, tmp_path / "outcore", max_steps=1, parts={"peft_config": lora()})
         assert getattr(trainer.args, CHECKPOINTING)

@@ -47,7 +47,7 @@ def test_further_arguments_that_nobody_reads(name, tmp_path):
 
 
 def test_names_of_bitsandbytes_are_its_storage(tmp_path):
-    """Of embeddings 32 bits, as the Trainer tells bitsandbytes."""
+    """The names set the state format; embeddings keep 32 bits, as the Trainer tells bitsandbytes."""
     model = llama()
     optimizer = Streamed(model, arguments(tmp_path, "adamw_bnb_8bit", weight_decay=0.1)).create_optimizer()
     assert isinstance(optimizer, torch.optim.AdamW)
@@ -65,11 +65,11 @@ MUON = {"momentum": 0.9, "ns_steps": 4, "adjust_lr_fn": "original", "lr": 0.02, 
 
 class Beside(Both):
     def load_state_dict(self, state_dict):
-        """Accelerate loads what it has read to move it: members would keep settings that nobody changes any more."""
+        """Do nothing: Accelerate reloads states to move them, and members would keep settings that nothing changes."""
 
 
 def with_muon(side, trainer, **given):
-    """By hand, as the Trainer groups parameters, or by name."""
+    """A Trainer with Muon: built by hand with the Trainer's groups on the plain side, chosen by name on the other."""
     if isinstance(side, StreamedSide):
         trainer.args.optim = "muon"
         said = {name: ":".join(map(str, v)) if isinstance(v, tuple) else v for name, v in given.items()}
@@ -95,7 +95,7 @@ def with_muon(side, trainer, **given):
     [(language, {"adjust_lr_fn": "match_rms_adamw"}), (sft, {**MUON, "weight_decay": 0.3}), (dpo, MUON), ("lora", {})],
 )
 def test_muon_by_name_is_torchs_beside_adamw(job, given, tmp_path):
-    """Its own settings where they are given; else AdamW's rate, matched, and the Trainer's weight decay."""
+    """Muon's own settings are used where given; otherwise AdamW's matched rate and the Trainer's weight decay."""
 
     def trainer(side, folder):
         parts = {"ref_model": llama()} if job is dpo else {"peft_config": lora()} if job == "lora" else {}
@@ -108,7 +108,7 @@ def test_muon_by_name_is_torchs_beside_adamw(job, given, tmp_path):
 
 
 def test_what_muon_takes(tmp_path):
-    """Matrices of blocks; the embedding, the head and what is no matrix are AdamW's."""
+    """Muon takes the matrices of blocks; AdamW takes the embedding, the head and all that is no matrix."""
     model = llama()
     args = arguments(tmp_path, "adamw_torch", optim_args=None)
     args.optim = "muon"

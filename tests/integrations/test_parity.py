@@ -55,9 +55,9 @@ def test_sft(changes, tmp_path):
 @pytest.mark.parametrize("job", [language, sft, dpo])
 @pytest.mark.parametrize("max_grad_norm", [0.1, 0.0])
 def test_fp16(job, max_grad_norm, tmp_path):
-    """Accelerate's scale begins so high that the first steps overflow, but for those of preferences."""
+    """Accelerate's scale starts so high that the first steps overflow, except in DPO."""
 
-    def with_reference(side, folder, **more):  # one of its own for each side: a Trainer changes its forward
+    def with_reference(side, folder, **more):  # each side has its own: a Trainer changes its forward
         return job(side, folder, parts={"ref_model": llama(seed=4)} if job is dpo else {}, **more)
 
     drive = train if job is dpo else train_and_say_the_scale
@@ -84,7 +84,7 @@ def test_fp16_weights_with_masters_are_the_same_wherever_they_live(tmp_path):
 
 @pytest.mark.parametrize("job", [language, sft])
 def test_compact_masters(job, tmp_path):
-    """Those of the same Trainer with fp32 masters, which take more."""
+    """Compact masters give the result of fp32 masters, and take less memory."""
     found, tight = [], []
     for chosen in ("fp32", "compact"):
         with streamed(tmp_path, precision="bf16", master_format=chosen) as side:
@@ -98,7 +98,7 @@ def test_compact_masters(job, tmp_path):
 
 
 def test_activations_leave_under_autocast(tmp_path):
-    """Room for them is measured under it: none is recomputed, which would be said."""
+    """Room for activations is measured under autocast, so none is recomputed; a recompute would be reported."""
     plain = seen(sft(Plain(), tmp_path / "plain", bf16=True), train)
     with streamed(tmp_path, activations="disk", budget=outcore.Budget(disk=tmp_path)) as side:
         trainer = sft(side, tmp_path / "streamed", bf16=True)
@@ -108,7 +108,7 @@ def test_activations_leave_under_autocast(tmp_path):
 
 @pytest.mark.parametrize("job", [sft, dpo])
 def test_batches_in_pieces(job, tmp_path):
-    """Whatever the plan. Losses are those of whole batches, up to rounding."""
+    """Pieces give the same bits under any plan. Losses equal those of whole batches up to rounding."""
 
     def run(side, name):
         parts = {"ref_model": llama(seed=4)} if job is dpo else {}
@@ -136,13 +136,13 @@ def test_quantized_base(kind, tmp_path):
     def job(side, folder):
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_pretrained(name, quantization_config=BitsAndBytesConfig(**kind))
-        more = {"peft_config": lora(), "eval_dataset": None}  # evaluation repacks the plain one's weights
+        more = {"peft_config": lora(), "eval_dataset": None}  # evaluation would repack the plain side's weights
         return sft(side, folder, model=model, parts=more, eval_strategy="no")
 
     same(job, tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore")  # torchao's
+@pytest.mark.filterwarnings("ignore")  # torchao's own
 def test_base_of_torchao(tmp_path):
     way = pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig
     name = saved_model(tmp_path / "model")
@@ -194,7 +194,7 @@ def test_dpo_with_a_reference(prepared, changes, tmp_path):
 
 @pytest.mark.parametrize("given", ["settings", "model"])
 def test_dpo_lora(given, tmp_path):
-    """The reference is the model without its adapter, or with a copy of the one that it came with."""
+    """The reference is the model without its adapter, or with a copy of the adapter that it came with."""
 
     def job(side, folder):
         if given == "settings":

@@ -1,4 +1,4 @@
-"""No checkpoint of ours is read with pickle, and those of others are read as plain data."""
+"""No checkpoint of outcore is read with pickle, and those of others are read as plain data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from outside import pickles
 
 
 def test_no_pickle_is_read(tmp_path: Path):
-    """Counted by an audit hook, in a process of its own."""
+    """An audit hook counts pickles, in a separate process since it cannot be removed."""
     command = [sys.executable, pickles.__file__, str(tmp_path)]
     done = nursery.run(command, check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("unpickling") == ["class builtins.len"]
     assert len(found) > 10
-    summed = {"file training_args.bin"}  # its bytes are read for the manifest; to load it, pickle would look up classes
+    summed = {"file training_args.bin"}  # only its bytes are read, for the manifest: loading would look up classes
     plain = {"file optimizer.pt", "file scheduler.pt", "file rng_state.pth"}
     for part, heard in found.items():
         expected = plain if part.startswith("resume plain") else set()

@@ -1,4 +1,4 @@
-"""What cannot work on streamed weights is refused by name before anything happens."""
+"""What cannot work on streamed weights is refused by name before anything else happens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Streamed(OutcoreMixin, Trainer):
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_training_arguments(name, tmp_path):
     args = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
-    setattr(args, name, ARGUMENTS[name])  # some of them need more than is installed here to be built with
+    setattr(args, name, ARGUMENTS[name])  # the constructor may need packages that are missing here
     with pytest.raises(outcore.UnsupportedError, match=f"expected {name} to be off, but got .*; .+"):
         Streamed(llama(), args)
 
@@ -72,7 +72,7 @@ def built(tmp_path, **options):
 
 @pytest.fixture
 def fresh_accelerate():
-    """Accelerate reads the environment once for all."""
+    """Accelerate reads the environment only once, so its state is reset."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -126,13 +126,13 @@ def test_what_several_ranks_refuse(name):
 
 @pytest.mark.parametrize("name", ["adamw_torch_4bit", "ademamix", "galore_adamw"])
 def test_names_of_other_optimizers(name, tmp_path):
-    """Not that a package is missing which would not help."""
+    """The refusal names the optimizer, and does not ask for a missing package that would not help."""
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", optim=name)
     with pytest.raises(
         outcore.UnsupportedError, match=f"expected optim to be one of {', '.join(OPTIMIZERS)}, but got '{name}'"
     ):
         Streamed(llama(), args)
-    Streamed(args=args, model=llama(), optimizers=(torch.optim.SGD([torch.zeros(1)]), None))  # they do not choose it
+    Streamed(args=args, model=llama(), optimizers=(torch.optim.SGD([torch.zeros(1)]), None))  # the name is not used
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,4 +1,4 @@
-"""A Trainer goes on while its checkpoint is written; who wants the checkpoint waits for it, or hears that it failed."""
+"""A Trainer goes on while its checkpoint is written; a reader of the checkpoint waits for it, or gets its error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
 
 
 class Heard(TrainerCallback):
-    """Of which checkpoints callbacks hear, and when; each is there as a whole then."""
+    """Records which checkpoints callbacks are told of, and when; each must be whole by then."""
 
     def __init__(self) -> None:
         self.step, self.saved = 0, []
@@ -46,9 +46,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("job", [language, sft, sft_lora])
 def test_training_goes_on_meanwhile(job, tmp_path, monkeypatch):
-    """Nothing of step 2 is written before a batch of step 3 has gone forward, and yet it is what step 2 left."""
+    """Nothing of step 2 is written before a batch of step 3 has gone forward, and yet it holds the state of step 2."""
     settings = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 1}
-    with streamed(tmp_path) as side:  # waits for each
+    with streamed(tmp_path) as side:  # here training waits for each save
         save = OutcoreMixin._save_checkpoint
         with monkeypatch.context() as patch:
             patch.setattr(
@@ -98,7 +98,7 @@ def fails_at(step: int, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize(("step", "most"), [(2, 4), (4, 4)])
 def test_a_save_that_fails_ends_the_run(step, most, tmp_path, monkeypatch):
-    """With the next step that finds it out, or behind the last one; those before are whole."""
+    """The run ends with the first step that finds the error, or after the last step; earlier checkpoints are whole."""
     fails_at(step, monkeypatch)
     heard = Heard()
     settings = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
@@ -115,7 +115,7 @@ def test_a_save_that_fails_ends_the_run(step, most, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("step", "is_last"), [(2, False), (4, True)])
 def test_a_save_whose_weights_were_edited_is_left_out_unless_it_is_the_last(step, is_last, tmp_path, monkeypatch):
-    """The next one waits for such units, so a run does not end for it."""
+    """The next save waits for such units, so one such failure does not end the run."""
     commit = UnfinishedCheckpoint.commit
 
     def edited(self: UnfinishedCheckpoint, *args: Any) -> None:
@@ -148,7 +148,7 @@ def test_what_else_ends_a_run_says_that_a_save_failed(tmp_path, monkeypatch):
 
 
 def test_uploads_come_behind_it(tmp_path, monkeypatch):
-    """With the state of its step."""
+    """Each upload is made with the state of the checkpoint's step."""
     pushed = []
 
     with streamed(tmp_path) as side:
@@ -178,7 +178,7 @@ def test_callbacks_may_stop_training(tmp_path):
 
 
 class AlsoLatest(Trainer):
-    """Saves twice where it saves."""
+    """Saves the model a second time with each checkpoint."""
 
     def _save_checkpoint(self, model, trial):
         super()._save_checkpoint(model, trial)
@@ -194,7 +194,7 @@ def test_a_second_save_of_a_trainer_goes_where_it_says(tmp_path):
 
 
 def test_the_best_checkpoint_stays(tmp_path):
-    """Though it is found out to be the best one behind its save, and others follow."""
+    """It is found to be the best only after its save, and others follow."""
     best = {"metric_for_best_model": "eval_loss", "greater_is_better": True, "eval_strategy": "epoch"}
 
     def kept(side, name):
@@ -212,7 +212,7 @@ def test_the_best_checkpoint_stays(tmp_path):
 
 
 def test_callbacks_hear_of_the_state_of_the_step(tmp_path):
-    """Not of what was logged since."""
+    """Logs made since that step are left out."""
     seen = []
 
     class Logs(TrainerCallback):
@@ -223,14 +223,14 @@ def test_callbacks_hear_of_the_state_of_the_step(tmp_path):
     with streamed(tmp_path) as side:
         trainer = language(side, tmp_path / "run", parts={"callbacks": [Logs()]}, **settings)
         look = trainer._outcore_saves.look
-        trainer._outcore_saves.look = lambda: None if trainer.state.global_step == 3 else look()  # not done yet
+        trainer._outcore_saves.look = lambda: None if trainer.state.global_step == 3 else look()  # as if not done yet
         trainer.train()
     assert seen == [(2, 2), (4, 4)]
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, EndedAtOnceError, SystemExit])
 def test_who_ends_a_run_at_once_waits_for_no_save(end, tmp_path, monkeypatch):
-    """And no callback hears of it. An orderly exit waits."""
+    """No callback is told of it. An orderly exit waits."""
     goes_on, write, give_up = threading.Event(), CheckpointFile.write, Save.give_up
 
     def held(self: Any, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tests that build tensors by themselves train on any device: theirs are made where the models are."""
+"""Fixture for tests that build tensors by themselves: on any device, their tensors are made where the models are."""
 
 from __future__ import annotations
 

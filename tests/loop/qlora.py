@@ -1,4 +1,4 @@
-"""What tests of quantised bases share: a small Llama in bf16, adapters on it, and a loop that uses its slots twice."""
+"""For tests of quantised bases: a small Llama in bf16, adapters on it, and a loop that uses its slots twice."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ PIECES: list[dict[str, Any]] = [{"homes": "disk"}, {"homes": "host", "policy": "
 
 
 def sizable() -> LlamaForCausalLM:
-    """As wide as a block of 64 weights."""
+    """Return a Llama whose width is one block of 64 weights."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=3, attention_dropout=0.1, **sizes))
 
 
 def saved(folder: Path) -> Path:
-    """As a checkpoint in bf16."""
+    """Save a Llama as a checkpoint in bf16; return the folder."""
     with torch.device("cpu"):
         torch.manual_seed(11)
         sizable().to(torch.bfloat16).save_pretrained(folder)
@@ -57,7 +57,7 @@ def trained(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def drive(model: nn.Module, optimizer: Any, *, evaluates: bool = True) -> list[torch.Tensor]:
-    """Args: evaluates: Between forward and backward something else passes through the slots."""
+    """Args: evaluates: Whether an evaluation passes through the slots between forward and backward."""
     seen = []
     for i in range(2):
         loss = model(input_ids=ids(i), labels=ids(i)).loss
@@ -78,7 +78,7 @@ def base_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def is_the_plain_loop(
     load: Callable[[], Any], where: str, policy: str, activations: str, disk: Path, traced: Any = None
 ) -> None:
-    """Args: traced: How to compile its blocks; then nothing is evaluated, without a cache: each has its own code."""
+    """Args: traced: How to compile the blocks, then without evaluation and cache, which need codes of their own."""
     model = load().to(DEVICE)
     model.config.use_cache = not traced
     for block in model.base_model.model.model.layers if traced else ():
@@ -101,7 +101,7 @@ def is_the_plain_loop(
 
 
 def goes_on(load: Callable[[], Any], base: Callable[[], Any], folder: Path) -> None:
-    """From a checkpoint, on another tier; and PEFT has the adapters. Args: base: Makes the model without adapters."""
+    """Resume on another tier, and load the adapters in PEFT. Args: base: Makes the model without adapters."""
     model = load()
     with prepared(model, trained(model), "host", folder) as (model, optimizer):
         drive(model, optimizer)
@@ -119,14 +119,14 @@ def goes_on(load: Callable[[], Any], base: Callable[[], Any], folder: Path) -> N
 
 
 def inside(model: Any) -> dict[str, torch.Tensor]:
-    """A state dict, with what wrappers have inside."""
+    """Return a state dict with the tensors inside of wrappers."""
     state = model if isinstance(model, dict) else model.state_dict()
     parts = {f"{name} {i}": t for name, tensor in state.items() for i, t in enumerate(tensors_in(tensor))}
     return {name: t.view(torch.uint8) if "float8" in str(t.dtype) else t for name, t in parts.items()}
 
 
 class Logits(nn.Module):
-    """Without random numbers, and from token ids alone."""
+    """Returns logits without random numbers, from token ids alone."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Logits(nn.Module):
 
 
 def same_in_pieces(plain: nn.Module, model: nn.Module, folder: Path, **how: Any) -> None:
-    """Pieces of a batch are accumulation over them as micro-batches. Args: how: See ``PIECES``."""
+    """Compare batches in pieces with accumulation over the pieces as micro-batches. Args: how: See ``PIECES``."""
     batches, plain, model = test_in_pieces.batches_of(2), Logits(plain), Logits(model)
     norms = test_in_pieces.accumulated(plain, batches)
     with test_in_pieces.prepared(model, folder, **how) as (model, optimizer):

@@ -1,4 +1,4 @@
-"""A plain model and its streamed twin: one loop drives both, and everything that it saw must agree bit for bit."""
+"""A plain model and its streamed twin: one loop drives both, and all that it sees must agree bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH, VOCAB, LENGTH = 13, 31, 7
 RESIDENT = ("device", "plain")
 KINDS = (*RESIDENT, "host", "disk")
 BLOCKS = ("device", "host", "host keep")
-"""Where what happens inside of a block differs: weights that stay, that come and go, and come and go under a graph."""
+"""Kinds that differ inside of a block: weights that stay, that come and go, and that come and go under a graph."""
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
 IS_SIMULATED = DEVICE == "cuda" and not hasattr(torch._C, "_cuda_CUDAAllocator_AllocatorState")
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -32,7 +32,7 @@ PLENTY = Limits(device_bytes=2**30, host_bytes=2**30, disk_bytes=None)
 
 
 class Block(nn.Module):
-    """Attention-free, but with all that matters here: dropout, a frozen parameter, a residual."""
+    """A block without attention, but with all that matters here: dropout, a frozen parameter, a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,9 +86,9 @@ def plan_for(
     depth: int = 0,
     precision: str | None = None,
 ) -> Plan:
-    """Everything on one tier (the root's weights stay on the device), one slot of each kind if ``depth`` is 0.
+    """Put everything on one tier (the root's weights stay on the device), with one slot of each kind if ``depth`` is 0.
 
-    ``plain`` is what ``prepare`` does by itself where everything fits: plain if it can be, and activations are kept.
+    ``plain`` is the plan of ``prepare`` where everything fits: plain if possible, and activations are kept.
     """
     is_plain, tier = kind == "plain", "device" if kind == "plain" else kind
     comfort = Comfort(prefetch_depth=depth, num_buckets=depth + 1, max_slots_host=depth + 1)
@@ -110,7 +110,7 @@ def prepared(
     depth: int = 0,
     **options: Any,
 ) -> Iterator[Any]:
-    """``outcore.prepare`` with a plan for one tier, closed at the end. The kind may name a policy: ``"host keep"``."""
+    """Call ``outcore.prepare`` with a plan for one tier; close at the end. The kind may name a policy: "host keep"."""
     kind, _, named = kind.partition(" ")
     policy = named or policy
     plan = plan_for(model, optimizer, kind, policy, units, steps=accumulation_steps, depth=depth)
@@ -139,7 +139,7 @@ def same(
     dtype: torch.dtype | None = torch.float32,
     **options: Any,
 ) -> None:
-    """Drive a plain model and a streamed one; what ``drive`` returns, weights, buffers and states must be equal."""
+    """Drive a plain model and a streamed one; results of ``drive``, weights, buffers and states must be equal."""
     model = make(build, dtype)
     plain = optimizer(model)
     for group in plain.param_groups:
@@ -154,9 +154,9 @@ def same(
 
 
 def agrees(*kinds: str, **options: Any) -> Callable[[Drive], Callable[..., None]]:
-    """Make a test of a drive: a plain model and those of these kinds see the same.
+    """Make a test of a drive: a plain model and streamed ones of these kinds must see the same.
 
-    Without kinds the module has a mark for them. ``options`` are those of ``same``.
+    Without kinds, the module's mark gives them. ``options`` are those of ``same``.
     """
 
     def decorate(drive: Drive) -> Callable[..., None]:
@@ -201,7 +201,7 @@ def assert_same(want: Any, got: Any, path: str = "", rounding: float = 0.0) -> N
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, seed: int = 0) -> list[torch.Tensor]:
-    """A few ordinary steps; their losses."""
+    """Take a few ordinary steps; return their losses."""
     losses = []
     for step in range(steps):
         loss = model.loss(batch(seed + step))

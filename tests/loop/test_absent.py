@@ -135,7 +135,7 @@ def test_unfreezing_is_refused(kind, tmp_path):
 
 @agrees(*BLOCKS)
 def test_frozen_while_nobody_trains(model, optimizer):
-    """As adapters are switched off for a reference model's forward, between a forward and its backward."""
+    """Adapters are switched off in this way for a reference model's forward, between a forward and its backward."""
     losses = []
     for step in range(2):
         loss = model.loss(batch(step))
@@ -153,7 +153,7 @@ def test_frozen_while_nobody_trains(model, optimizer):
 
 @ENDS
 def test_unfrozen_below_all_that_is_trained(kind, tmp_path):
-    """Nothing in front of the block needs a gradient, so a plain run would be all that it gets."""
+    """Nothing before the block needs a gradient, so its unit would only run plain."""
     model = make()
     model.requires_grad_(False)
     model.head.requires_grad_(True)
@@ -176,7 +176,7 @@ def test_head_and_embedding_read_outside_of_their_calls(kind, tmp_path):
             x = model.embed(batch(step))
             for block in model.blocks:
                 x = block(x)
-            # As fused losses do: the head's weight without the head, in pieces, and once more for a penalty.
+            # Fused losses use the head's weight without the head, in pieces; a penalty uses another weight once more.
             logits = torch.cat([part @ model.head.weight.T for part in x.flatten(0, 1).split(5)])
             loss = functional.cross_entropy(logits, batch(step).flatten()) + 1e-3 * model.embed.weight.square().sum()
             loss.backward()
@@ -202,7 +202,7 @@ def test_edits_of_weights_on_the_device_count(kind, dtype, tmp_path):
                 model.head.bias.data = torch.full((31,), 0.5, dtype=dtype)
             elif step == 3:
                 nn.init.ones_(model.head.bias)
-                model.state_dict()  # looks at everything in between
+                model.state_dict()  # reads every parameter in between
             elif step == 4 and kind == "device":
                 model.blocks[1].up.weight.mul_(0.5)
                 model.blocks[1].shift.data.zero_()
@@ -266,7 +266,7 @@ def test_replaced_parameters_are_refused(kind, tmp_path):
         model.head.weight = nn.Parameter(torch.zeros(31, 13))
         with pytest.raises(outcore.UnsupportedError, match=r"'head.weight' was replaced"):
             optimizer.step()
-        assert not dict(outcore.named_tensors(model))["head.weight"].any()  # reading goes on
+        assert not dict(outcore.named_tensors(model))["head.weight"].any()  # reading still works
 
 
 @ENDS
@@ -343,7 +343,7 @@ def test_hand_written_average(kind, tmp_path):
 
 
 class OwnAndChildren(Block):
-    """Has parameters itself, and in children: both of one unit."""
+    """Has parameters of its own and in children, all of one unit."""
 
     def __init__(self):
         super().__init__()
@@ -401,7 +401,7 @@ def test_state_dict_to_a_file_and_back(kind, tmp_path):
         plain.load_state_dict(now)
         train(
             plain, reference, 1
-        )  # both go on from the third step's moments, which differ; so only that it runs is checked
+        )  # both go on from the third step's moments, which differ: only check that training runs
         train(model, optimizer, 1)
 
 

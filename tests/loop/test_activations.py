@@ -1,4 +1,4 @@
-"""Activations that leave the device: what a loop may do meanwhile, and what happens where they do not fit."""
+"""Activations that leave the device: what a loop may do meanwhile, and what happens if they do not fit."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ each_pair = pytest.mark.parametrize(("policy", "tier"), [*itertools.product(POLI
 
 @pytest.fixture(autouse=True)
 def _everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small, and every product is dear."""
+    """Let small activations leave, too, and make every product dear."""
     monkeypatch.setattr(away, "SMALL_BYTES", 64)
     monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 1)
 
 
 class Counted:
-    """What becomes of calls."""
+    """Counts calls that leave, and calls whose activations are dropped."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_left = self.num_dropped = 0
@@ -141,7 +141,7 @@ def shapes(model: nn.Module, optimizer: Any) -> Any:
         model.eval()
         with torch.no_grad():
             losses.append(model.loss(batch(9)))
-        model.loss(batch(8))  # with a graph that nobody walks
+        model.loss(batch(8))  # its graph gets no backward
         model.train()
         loss.backward()
         optimizer.step()
@@ -174,7 +174,7 @@ def test_whatever_a_loop_does(drive: Any, tier: str, policy: str, tmp_path: Path
 
 
 ONE_CALL = {"keep": 12288, "select": 8192, "recompute": 4096}
-"""Bytes that leave, of three rows."""
+"""Bytes of three rows that leave."""
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -194,11 +194,11 @@ def test_two_forwards_leave_as_far_as_there_is_room(
 @each_tier
 @each_policy
 def test_many_forwards_of_any_size_share_a_home(policy: str, tier: str, tmp_path: Path, counted: Counted) -> None:
-    """With lanes out of order: what one call had is another's as soon as nobody wants it any more."""
+    """Lanes run out of order: a call's home passes to another call as soon as nothing needs its bytes."""
     draw = random.Random(3)
     plans = [
         [(draw.randint(1, 5), draw.random() < 0.4) for _ in range(draw.randint(1, 4))] for _ in range(12)
-    ]  # rows, and whether no backward comes
+    ]  # number of rows, and whether the backward is left out
 
     def drive(model: nn.Module, optimizer: Any) -> Any:
         draw = random.Random(4)
@@ -213,7 +213,7 @@ def test_many_forwards_of_any_size_share_a_home(policy: str, tier: str, tmp_path
                 loss, is_dropped = waiting.pop()
                 if not is_dropped:
                     loss.backward()
-                del loss  # what was brought for it in advance is wanted no more
+                del loss  # bytes brought for it in advance are not needed any more
             optimizer.step()
             optimizer.zero_grad()
         return seen
@@ -236,7 +236,7 @@ def test_many_forwards_of_any_size_share_a_home(policy: str, tier: str, tmp_path
 
 
 class Twice(Tower):
-    """Comes to a block again, and leaves one out."""
+    """Calls one block twice, and leaves one out."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -264,7 +264,7 @@ def test_what_does_not_fit_is_recomputed(
 
 
 def test_the_last_units_stay(tmp_path: Path, counted: Counted) -> None:
-    """Backward wants them first: the last has not left, that before it is there still."""
+    """Backward needs them first: the last one has not left, and the one before it is still there."""
     with prepared(make(five), "host", tmp_path) as (model, optimizer):
         train(model, optimizer, 1)
         counted.num_left = 0
@@ -277,7 +277,7 @@ def test_the_last_units_stay(tmp_path: Path, counted: Counted) -> None:
 
 
 def test_a_copy_that_has_not_begun_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward was there before it."""
+    """Backward came before the copy."""
     copied, leave, may_go_on = list[str](), Away.leave, threading.Event()
 
     def noting(mine: Away, target: Any) -> Callable[[], None]:
@@ -310,7 +310,7 @@ class Scaled(rig.Block):
 
 
 class Shared(Tower):
-    """All blocks get the same tensor besides, as from an encoder."""
+    """Passes the same tensor to all blocks besides, like an encoder's result."""
 
     def __init__(self) -> None:
         super().__init__(Scaled, num_blocks=5)
@@ -349,7 +349,7 @@ def test_what_several_units_get_leaves_once(
 
 
 class InPlace(nn.Module):
-    """Saves a result that somebody changes afterwards."""
+    """Saves a result that is changed afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ def test_an_exception_in_the_middle(where: str, tier: str, policy: str, tmp_path
 
 
 def test_an_interrupt_when_what_was_saved_makes_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between one call and the next: a slot on the way to the disk was taken, and nobody gives it back."""
+    """The interrupt falls between two calls: a slot on its way to the disk is taken, and nothing would give it back."""
 
     def stop(name: str) -> None:
         if name.startswith("activations of"):
@@ -433,14 +433,14 @@ def test_an_interrupt_when_what_was_saved_makes_way(tmp_path: Path, monkeypatch:
 
 @each_tier
 def test_nothing_is_left_to_the_garbage_collector(tier: str, tmp_path: Path) -> None:
-    """It comes when objects are many, not when memory is short."""
-    before = [o for o in gc.get_objects() if type(o) is _Packing]  # errors that other tests caught hold some
+    """A collection comes when objects are many, not when memory is short."""
+    before = [o for o in gc.get_objects() if type(o) is _Packing]  # errors caught by other tests hold some
     with prepared(make(five), tier, tmp_path) as (model, optimizer):
         gc.collect()
         gc.disable()
         try:
             train(model, optimizer, 2)
-            model.loss(batch())  # whose backward never comes
+            model.loss(batch())  # its backward never comes
             train(model, optimizer, 1)
             left = [o for o in gc.get_objects() if type(o) is _Packing and o.storages and o not in before]
         finally:
@@ -466,7 +466,7 @@ def test_autocast(policy: str, tier: str, tmp_path: Path) -> None:
 
 
 class Clamped(rig.Block):
-    """Changes its weight when autocast has cast it."""
+    """Changes its weight after autocast has cast it."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -494,7 +494,7 @@ def llama() -> nn.Module:
 @each_tier
 @each_policy
 def test_autocast_is_in_the_plan(policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exactly what the plan has room for leaves; weights that are cast do not, but are cast again."""
+    """Exactly as much leaves as the plan has room for; cast weights do not leave, but are cast again."""
     monkeypatch.undo()
     monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 40)
     sent = list[int]()
@@ -527,7 +527,7 @@ def test_autocast_is_in_the_plan(policy: str, tier: str, tmp_path: Path, monkeyp
 
 
 class CastsTwice(nn.Module):
-    """Autocast casts its argument for each product; a leaf it would cast once, and round its gradient once."""
+    """Autocast casts its argument for each product; it would cast a leaf once, and round its gradient once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -549,7 +549,7 @@ def test_an_argument_that_is_cast_twice(policy: str, tmp_path: Path) -> None:
 
 
 class Frozen(Tower):
-    """Nothing is trained before the third block, and little behind."""
+    """Trains nothing before the third block, and little after it."""
 
     def __init__(self) -> None:
         super().__init__(num_blocks=5)
@@ -564,13 +564,13 @@ def test_frozen_units_send_only_what_backward_needs(tier: str, tmp_path: Path, c
     assert counted.num_left == 2 * 2, "blocks 2 and 3; there is no backward through the first two"
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks what Transformers has renamed
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft reads an attribute that Transformers has renamed
 @each_tier
 @pytest.mark.parametrize("is_adapted", [True, False], ids=["adapters", "frozen blocks"])
 def test_what_is_frozen_writes_no_more_than_the_plan_says(
     is_adapted: bool, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # plans go by what is small in earnest
+    monkeypatch.undo()  # plans use the real limit of small activations
     model = make(llama)
     if is_adapted:
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")).to(DEVICE)
@@ -586,7 +586,7 @@ def test_what_is_frozen_writes_no_more_than_the_plan_says(
         for _ in range(3):
             before = optimizer.traffic()
             loss = model(**sample).loss
-            optimizer.engine.device.synchronize()  # a copy that has not begun when backward is there would be dropped
+            optimizer.engine.device.synchronize()  # backward would drop a copy that has not begun
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

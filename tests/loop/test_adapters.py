@@ -29,7 +29,7 @@ from outcore.saving.training_state import load_states, load_weights, save_states
 from .rig import DEVICE, VOCAB, agrees, assert_same, batch, make, prepared, same
 from .test_transformers import llama, mixtral, step
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, about targets and generation
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft warns about targets and generation
 
 LM = {"task_type": "CAUSAL_LM"}
 SOME = ["q_proj", "down_proj"]
@@ -55,7 +55,7 @@ def adapted(kind, name="default"):
     build, config = KINDS[kind]
     model = build()
     torch.manual_seed(12)
-    with torch.device("cpu" if kind == "vera" else DEVICE):  # it draws from a generator of its own, which is the CPU's
+    with torch.device("cpu" if kind == "vera" else DEVICE):  # vera draws from a CPU generator of its own
         return get_peft_model(model, copy.deepcopy(config), adapter_name=name).to(DEVICE)
 
 
@@ -82,7 +82,7 @@ def test_trained_as_in_the_plain_loop(kind, where, tmp_path):
 
 @agrees("host", build=functools.partial(adapted, "adalora"), optimizer=trained_alone)
 def test_ranks_of_adalora_are_allocated(model, optimizer):
-    """It reads weights and gradients between step() and zero_grad()."""
+    """AdaLoRA reads weights and gradients between step() and zero_grad()."""
     losses = []
     for i in range(4):
         loss = model(input_ids=batch(i), labels=batch(i)).loss
@@ -148,7 +148,7 @@ def test_prompts_whose_encoder_is_not_saved(tmp_path):
 
 
 def test_ranks_of_adalora_that_are_settled(tmp_path):
-    """From then on peft saves tensors of other shapes than the model had at prepare."""
+    """Once ranks are settled, peft saves tensors of other shapes than the model had at prepare."""
     model = make(functools.partial(adapted, "adalora"))
     with prepared(model, trained_alone(model), "host", tmp_path) as (model, _):
         model.peft_config["default"].rank_pattern = {}
@@ -163,7 +163,7 @@ def test_prefixes_are_refused():
     model = get_peft_model(make(llama), PrefixTuningConfig(**PROMPT))
     with pytest.raises(outcore.UnsupportedError, match="adapter 'default' is PREFIX_TUNING.*use LoraConfig"):
         outcore.prepare(model, trained_alone(model))
-    step(model, trained_alone(model))  # as if nothing had happened
+    step(model, trained_alone(model))  # as if no attempt had been made
 
 
 class Attention(nn.Module):
@@ -186,7 +186,7 @@ def test_attention_that_is_merged_in_forward_is_refused():
 
 
 def test_frozen_first_blocks_and_the_default_cache(tmp_path):
-    """The model makes a cache by itself; what a frozen block put into it would reach the next one."""
+    """The model makes a cache by itself; an entry of a frozen block would reach the next one."""
 
     def build():
         model = llama(use_cache=True)

@@ -1,4 +1,4 @@
-"""What cannot work says so in one sentence, and what was there goes on."""
+"""What cannot work is refused in one sentence, and the existing run goes on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Calling(Block):
 
 def calling():
     tower = Tower(Calling)
-    tower.blocks[0].other = (tower.blocks[1],)  # no submodule of it
+    tower.blocks[0].other = (tower.blocks[1],)  # not a submodule of it
     return tower
 
 
@@ -84,7 +84,7 @@ def test_two_threads_in_forward(tmp_path):
         Waiting.gate = threading.Barrier(2)
         other = threading.Thread(target=lambda: model.blocks[0](model.embed(batch())))
         other.start()
-        Waiting.gate.wait(5)  # it is in its block
+        Waiting.gate.wait(5)  # it is inside of its block
         gate, Waiting.gate = Waiting.gate, None
         with pytest.raises(outcore.UnsupportedError, match="one thread at a time.*let one thread run the model"):
             model.loss(batch())

@@ -1,4 +1,4 @@
-"""Autocast around, inside and between; its cache must not hold copies of weights that have left."""
+"""Autocast around, inside of and between blocks; its cache must not hold copies of weights that have left."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_forward_under_autocast(kind, build, cache, tmp_path):
 
 @agrees(rounding=0.0002, optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1))
 def test_two_forwards_in_one_context(model, optimizer):
-    # The plain loop sums both gradients in bf16 behind the cached cast; here each is cast first.
+    # The plain loop adds both gradients in bf16, at the cached cast; here each is cast first.
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = (model(batch()).float() - model(batch(1)).float()).square().mean()
     loss.backward()
@@ -94,7 +94,7 @@ class Recurrent(nn.Module):
         self.rnn = kind(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, x):
-        with torch.backends.mkldnn.flags(enabled=False):  # which has no bf16 kernel for every width
+        with torch.backends.mkldnn.flags(enabled=False):  # oneDNN has no bf16 kernel for every width
             return x + self.rnn(x)[0].to(x.dtype)
 
 
@@ -112,7 +112,7 @@ def test_a_weight_used_twice_in_one_block(kind, name, tmp_path):
 
 
 class Branches(nn.Module):
-    """Gives its argument to two operations that autocast casts it for."""
+    """Passes its argument to two operations that autocast casts it for."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("is_leaf", [False, True])
 def test_an_argument_used_twice_in_one_block(kind, is_leaf, tmp_path):
-    """Autocast casts it each time, unless it is a leaf: then once, and both gradients are added before the cast."""
+    """Autocast casts it each time. It casts a leaf only once, and both gradients are added before that cast."""
 
     def drive(model, optimizer):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -157,7 +157,7 @@ class AroundBlocks(Tower):
 
 
 def test_a_weight_of_the_root_used_around_units(kind, tmp_path):
-    # The first kept call of a unit empties the cache, to find out whether the unit needs one.
+    # A unit's first kept call empties the cache, to find out whether the unit needs one.
     def context():
         return torch.autocast("cpu", dtype=torch.bfloat16)
 

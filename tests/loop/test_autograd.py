@@ -252,7 +252,7 @@ def test_a_kept_loss_keeps_no_activations(kind, policy, tmp_path):
 
 
 class Checkpointed(Tower):
-    """Checkpoints its blocks itself, in a way that nobody can switch off."""
+    """Checkpoints its blocks itself, in a way that cannot be switched off."""
 
     def __init__(self, *, use_reentrant):
         super().__init__()
@@ -329,7 +329,7 @@ def test_compiled(model, optimizer):
 
 
 class Crossing(nn.Module):
-    """Uses what all blocks get twice, like keys and values of one encoder."""
+    """Uses twice the tensor that all blocks get, like keys and values of one encoder."""
 
     def __init__(self):
         super().__init__()

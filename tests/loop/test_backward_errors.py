@@ -1,4 +1,4 @@
-"""A backward that ends in an exception: nothing is trained on a part of a gradient, and what comes after is as ever."""
+"""A backward that ends in an exception: nothing trains on part of a gradient, and everything after it is as usual."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Mined(Block):
 
 
 class MinedTower(Tower):
-    """The bomb is between two blocks."""
+    """Has the bomb between two blocks."""
 
     def forward(self, ids):
         x = self.blocks[0](self.embed(ids))
@@ -95,7 +95,7 @@ def partly(before):
 @pytest.mark.parametrize("where", BUILDS)
 @pytest.mark.parametrize("before", [0, 1])
 def test_not_zeroed_it_is_refused(kind, where, before, tmp_path):
-    if kind == "plain":  # what autograd had accumulated is there, as in a plain loop
+    if kind == "plain":  # autograd's accumulated gradients stay, as in a plain loop
         same(partly(before), kind, tmp_path, build=BUILDS[where])
         return
     model = make(BUILDS[where])
@@ -120,7 +120,7 @@ def test_not_zeroed_it_is_refused(kind, where, before, tmp_path):
 
 
 def test_an_exception_that_is_kept_does_not_keep_the_pass(tmp_path):
-    """As notebooks do: its traceback keeps everything alive."""
+    """Notebooks keep exceptions, whose tracebacks keep everything alive."""
     kept = []
 
     def drive(model, optimizer):
@@ -152,7 +152,7 @@ class Injection:
         self.reached = set()
 
     def __enter__(self):
-        self.before = sys.gettrace()  # of whoever measures what the tests reach
+        self.before = sys.gettrace()  # the tracer of a coverage tool, if one runs
         sys.settrace(self.call)
         self.is_on = True
         return self
@@ -184,7 +184,7 @@ class Injection:
         *(("disk", torch.OutOfMemoryError), ("device", torch.OutOfMemoryError), ("keep", torch.OutOfMemoryError)),
     ],
 )
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in what Python calls by itself
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from calls by Python itself
 def test_an_error_at_any_statement_costs_only_the_gradients(setting, error, tmp_path):
     kind, options = setting if setting in KINDS else "disk", SETTINGS[setting]
     model = make()
@@ -215,7 +215,7 @@ def test_an_error_at_any_statement_costs_only_the_gradients(setting, error, tmp_
         for number in range(offset, counting.count, stride):
             with suppress(error), Injection(number, error("injected")) as injection:
                 run(injection)
-                hits -= 1  # it was raised where Python calls by itself, and was lost
+                hits -= 1  # the error was raised in a function that Python calls by itself, and was lost
             hits += 1
             optimizer.zero_grad()
             begin_again()

@@ -1,4 +1,4 @@
-"""A drive that returns other bytes than were written: named by unit, file and offset before anything uses them."""
+"""A drive that returns other bytes than were written: unit, file and offset are named before anything uses them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMFORT = Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2)
 
 @pytest.fixture(autouse=True)
 def _everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small, and early updates are made, whatever the rates."""
+    """Let small activations leave, too, and make early updates whatever the rates."""
     monkeypatch.setattr(away, "SMALL_BYTES", 64)
     monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 1)
     monkeypatch.setattr("outcore.runtime.updates.early._Attempt.is_due", lambda _: True)
@@ -57,7 +57,7 @@ def train(model: Any, optimizer: Any, steps: int) -> list[torch.Tensor]:
 
 @contextmanager
 def prepared(folder: Path) -> Iterator[Any]:
-    """Everything is on disk; the second half of the units has second homes."""
+    """Prepare with everything on disk; the second half of the units has second homes."""
     model = make(five)
     optimizer = adamw(model)
     options = {"policy": "keep", "activations": "disk", "steps": MICRO_BATCHES, "comfort": COMFORT}
@@ -72,7 +72,7 @@ def prepared(folder: Path) -> Iterator[Any]:
 
 
 class BadDrive:
-    """Bits that come back wrong, wherever they were written."""
+    """Flips the chosen bits of every read that contains them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bits: dict[int, int] = {}
@@ -102,7 +102,7 @@ def assert_named(error: outcore.DiskError, extent: Extent, at: int, folder: Path
 
 
 class Flips:
-    """At every read a bit of what is read is bad at first, and good when it is read again."""
+    """Makes a bit of each read wrong at first, and right when it is read again."""
 
     def __init__(self, drive: BadDrive, folder: Path) -> None:
         self._drive, self._folder, self._random = drive, folder, random.Random(0)

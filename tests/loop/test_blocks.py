@@ -100,8 +100,8 @@ def test_arguments_and_results_of_every_kind(kind, policy, tmp_path):
             losses.append(loss.detach())
         return losses
 
-    # SGD, since it passes rounding on as it is: what is used inside and outside of a block gets its gradients in
-    # another order.
+    # SGD, since it passes rounding on as it is: gradients of a tensor that is used inside and outside of a block are
+    # added in another order.
     options = {"policy": policy, "units": [TakesEverything], "rounding": 1e-6 if DEVICE == "cpu" else 4e-6}
     same(
         drive,
@@ -114,7 +114,7 @@ def test_arguments_and_results_of_every_kind(kind, policy, tmp_path):
 
 
 class Box:
-    """Nobody knows how to look into this."""
+    """A type that cannot be looked into."""
 
     def __init__(self, content):
         self.content = content
@@ -183,7 +183,7 @@ def test_changed_arguments_are_refused(kind, policy, tmp_path):
                 model.blocks[0](x, None, **more)
         log = []
         with torch.no_grad():
-            model.blocks[0](x, None, log=log)  # nothing is done twice here
+            model.blocks[0](x, None, log=log)  # no work is done twice here
         assert len(log) == 1
 
 
@@ -213,7 +213,7 @@ def test_results_changed_in_place_outside(kind, tmp_path):
 
 class EndsInTanh(Base):
     def forward(self, x):
-        return torch.tanh(self.core(x))  # whose backward needs the result
+        return torch.tanh(self.core(x))  # tanh's backward needs its result
 
 
 class ReturnsViews(Base):
@@ -285,7 +285,7 @@ def test_captured_leaf_and_captured_result(kind, policy, tmp_path):
 
 
 class UsesShared(Base):
-    """One linear layer belongs to all blocks: its weights are the root's."""
+    """One linear layer belongs to all blocks, so its weights are the root's."""
 
     shared: Any = None
 
@@ -456,7 +456,7 @@ class Unpredictable(Base):
     count = 0
 
     def forward(self, x):
-        Unpredictable.count += 1  # where nobody looks
+        Unpredictable.count += 1  # state that no check sees
         return self.core(x)[: Unpredictable.count]
 
 
@@ -477,7 +477,7 @@ class InPlaceInside(Base):
     def forward(self, x):
         y = torch.sigmoid(self.up(x))
         if self.wrong:
-            y.mul_(2)  # sigmoid's backward needs what it returned
+            y.mul_(2)  # sigmoid's backward needs its result
         return functional.relu_(self.up(y)).neg().add_(x)
 
 

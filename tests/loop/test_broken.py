@@ -1,4 +1,4 @@
-"""Errors in workers and transfers, disks that stall, Ctrl-C: an error names unit, tier and stage, and nothing hangs."""
+"""Errors in workers and transfers, stalled disks, Ctrl-C: an error names unit, tier and stage, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bounds(monkeypatch):
 
 @pytest.fixture
 def release():
-    """What stands still goes on when it is set, at the latest at the end of the test."""
+    """Yield an event: stalled operations go on once it is set, at the latest at the end of the test."""
     event = threading.Event()
     yield event
     event.set()
@@ -55,7 +55,7 @@ def trained(kind, folder):
 
 
 def replace_operation(monkeypatch, engine, name, work):
-    """Do ``work`` in place of one kind of operation; ``name`` is how it begins."""
+    """Replace one kind of operation by ``work``; ``name`` is the beginning of its name."""
     submit = engine.device.submit
 
     def replaced(lane, what, given, **options):
@@ -65,18 +65,18 @@ def replace_operation(monkeypatch, engine, name, work):
 
 
 def fails_then_closes(model, optimizer, error, match, *, is_forward_lost=True):
-    """Training raises, forward alone too where weights are lost, training again; and closing is quick."""
+    """Check that training raises, forward alone too if weights are lost, training again; and that closing is quick."""
     with pytest.raises(error, match=match):
         train(model, optimizer, 3)
     if is_forward_lost:
         with pytest.raises(outcore.OutcoreError):
             model.loss(batch())
     for _ in range(2):
-        with pytest.raises(outcore.OutcoreError):  # an update that needs what failed is missed by the next forward
+        with pytest.raises(outcore.OutcoreError):  # the next forward misses an update that needs the failed operation
             train(model, optimizer, 2)
     start_s = time.monotonic()
     outcore.close(model, keep_weights=False)
-    assert time.monotonic() - start_s < 10  # seconds; what is stuck would stay for 30
+    assert time.monotonic() - start_s < 10  # seconds; the stuck operation would last 30
 
 
 OPERATIONS = [
@@ -145,7 +145,7 @@ def test_closing_stops_an_update_that_is_only_long(tmp_path, monkeypatch):
 
     def update(*args):
         begun.set()
-        while True:  # blocks without end
+        while True:  # blocks forever
             real(*args)
 
     with trained("host", tmp_path) as (model, optimizer):
@@ -183,7 +183,7 @@ def test_closing_does_not_wait_for_a_disk_that_stands_still(tmp_path, monkeypatc
         optimizer.step()
         start_s = time.monotonic()
         outcore.close(model, keep_weights=False)
-        assert time.monotonic() - start_s < 10  # seconds; what is stuck would stay for 30
+        assert time.monotonic() - start_s < 10  # seconds; the stuck operation would last 30
     assert list(tmp_path.iterdir()) == []
 
 

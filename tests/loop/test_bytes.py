@@ -1,4 +1,4 @@
-"""What a parameter takes on every tier is what the README says, within a hundredth: of memory and files themselves."""
+"""A parameter's bytes on every tier are what the README says, within a hundredth, by measured memory and files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 def table() -> dict[str, list[list[float]]]:
-    """By precision: of weight, gradient, master and moments, the least and the most."""
+    """Return, by precision, the least and the most bytes of weight, gradient, master and moments."""
     rows = {}
     for line in README.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -51,7 +51,7 @@ TABLE = table()
 
 
 def expected(precision: str, tier: str, moments: float | None = None) -> float:
-    """A master is needed where states are on disk, and with some precisions everywhere."""
+    """Return bytes per parameter. A master is needed where states are on disk, and with some precisions everywhere."""
     has_compact = precision.endswith(" compact") and tier != "device"
     weight, gradient, master, both = TABLE[precision if has_compact else precision.removesuffix(" compact")]
     return weight[0] + gradient[0] + master[-1 if tier == "disk" else 0] + (both[0] if moments is None else moments)
@@ -65,10 +65,10 @@ def test_the_table_has_what_is_measured_here() -> None:
 
 
 def on_disk(folder: Path) -> int:
-    """Of files in a folder that are open: what a run has there has no name any more."""
+    """Return the bytes of open files in a folder; a run's files there have no name any more."""
     found = 0
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing is gone
             if str(link.readlink()).startswith(str(folder)):
                 found += link.stat().st_blocks * 512
     return found
@@ -77,7 +77,7 @@ def on_disk(folder: Path) -> int:
 def measured(
     folder: Path, tier: str, precision: str | None, make: Any, inner: Any = None, width: int = WIDTH, **group: Any
 ) -> float:
-    """Bytes per parameter of a block more, of all that a run has taken there."""
+    """Return the bytes per parameter that more blocks add to all that a run takes on this tier."""
     taken = []
     for count in (FEW, MANY):
         model = nn.Sequential(*(Block(inner and inner()) for _ in range(count)))
@@ -145,7 +145,7 @@ def test_a_quantised_parameter_takes_what_the_readme_says(
     [line] = [line for line in README.read_text().splitlines() if row in line and line.startswith("|")]
     wanted = [float(n) for n in re.findall(r"[\d.]+", line.strip("|").split("|")[-1])][which]
 
-    made = kind(WIDE, WIDE, bias=False, **options).to("cpu")  # which quantises it
+    made = kind(WIDE, WIDE, bias=False, **options).to("cpu")  # this quantises it
     made.requires_grad_(requires_grad=False)
     found = measured(tmp_path, tier, None, lambda groups: None, lambda: copy.deepcopy(made), WIDE)
     assert found == pytest.approx(wanted, rel=0.01)

@@ -1,4 +1,4 @@
-"""Compiled blocks: equal to a plain loop whose blocks are compiled, by one code for all of them."""
+"""Compiled blocks equal a plain loop with compiled blocks, and one code serves all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outcore.runtime.activations.away import Away
 
 from .rig import DEVICE, IS_SIMULATED, Block, Tower, adamw, assert_same, batch, make, prepared, seen, train
 
-# The warnings are torch's own, in what compiles.
+# Torch's own warnings, from code that it compiles.
 pytestmark = [
     pytest.mark.skipif(IS_SIMULATED, reason="what dynamo asks a GPU is not simulated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -46,7 +46,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 COMFORT = Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2)
 TRACED = {"backend": "aot_eager"}
-"""All of torch.compile but for the compiler."""
+"""Everything of torch.compile except the compiler."""
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def compiled(model: nn.Module, folder: Path, options: Any, **plan: Any) -> Itera
 
 
 def plain_with_compiled_blocks(drive: Drive, build: Callable[[], nn.Module], options: Any) -> tuple[Any, int]:
-    """What is seen, and how many codes it took."""
+    """Return the results, and the number of compiled codes."""
     model = make(build)
     for block in model.blocks:
         block.compile(**({} if options is True else options))
@@ -89,13 +89,13 @@ def plain_with_compiled_blocks(drive: Drive, build: Callable[[], nn.Module], opt
 
 
 _PLAIN: dict[tuple[Drive, str], tuple[Any, int]] = {}
-"""What does not depend on the plan."""
+"""Results of the plain loop, which do not depend on the plan."""
 
 
 def same(
     drive: Drive, folder: Path, *, build: Callable[[], nn.Module] = five, options: Any = TRACED, **plan: Any
 ) -> tuple[int, int]:
-    """Drive a plain model with compiled blocks and a prepared one; how many codes either needed."""
+    """Drive a plain model with compiled blocks and a prepared one; return how many codes each needed."""
     key = drive, repr(options)
     if key not in _PLAIN or build is not five:
         _PLAIN[key] = plain_with_compiled_blocks(drive, build, options)
@@ -103,7 +103,7 @@ def same(
         counters.clear()
     want, of_plain = _PLAIN[key] if build is five else _PLAIN.pop(key)
     with compiled(make(build), folder, options, **plan) as (model, optimizer):
-        before = num_codes()  # what tried whether this machine compiles
+        before = num_codes()  # codes of the trial whether this machine compiles
         torch.manual_seed(5)
         assert_same(want, seen(drive(model, optimizer), model, optimizer))
         return of_plain, num_codes() - before
@@ -115,7 +115,7 @@ def micro_batches(model: nn.Module, optimizer: Any) -> Any:
         for i in range(2):
             model.loss(batch(2 * step + i)).backward()
         out.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) + 0)
-        model.loss(batch(step))  # nobody asks for its gradients
+        model.loss(batch(step))  # no backward follows
         optimizer.step()
         optimizer.zero_grad()
     return out
@@ -128,7 +128,7 @@ class Undropped(Block):
 
 
 def test_batches_in_pieces(tmp_path: Path) -> None:
-    """As accumulation over the pieces, one of them smaller, by a plain loop whose blocks are compiled."""
+    """Equal accumulation over the pieces, one of them smaller, in a plain loop with compiled blocks."""
     build, pieces, rows = functools.partial(Tower, Undropped), 3, 5
 
     def drive(model: nn.Module, optimizer: Any, count: int) -> Any:
@@ -149,18 +149,18 @@ def test_batches_in_pieces(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_like_a_plain_loop_with_compiled_blocks(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Every policy that can be, on every tier."""
+    """Every possible policy, on every tier."""
     monkeypatch.setattr(away, "SMALL_BYTES", 64)
     left, leave = [], Away.leave
     monkeypatch.setattr(Away, "leave", lambda mine, target: left.append(mine) or leave(mine, target))
     of_plain, ours = same(micro_batches, tmp_path, **PLANS[plan])
     assert len(left) >= (6 if plan == "mixed" else 6 * 4 if "activations" in PLANS[plan] else 0)
-    assert of_plain == 1  # for five blocks, and however often they run
-    assert ours == (2 if plan == "mixed" else 1)  # parameters that stay on the device are not of the same class
+    assert of_plain == 1  # for five blocks, however often they run
+    assert ours == (2 if plan == "mixed" else 1)  # parameters that stay on the device are of another class
 
 
 def of_many_kinds(model: nn.Module, optimizer: Any) -> Any:
-    """Shapes that change, evaluation in between, and two forwards before a backward."""
+    """Change shapes, evaluate in between, and make two forwards before a backward."""
     out = []
     for step, rows in enumerate((3, 5, 2, 3)):
         losses = [model.loss(batch(2 * step, rows=rows)), model.loss(batch(2 * step + 1, rows=rows + step))]
@@ -209,7 +209,7 @@ def test_autocast(policy: str, tmp_path: Path):
 
 
 class Broken(nn.Module):
-    """Torch compiles what comes before and after the line that it cannot follow."""
+    """Has a line that torch cannot follow; torch compiles the code before and after it."""
 
     def __init__(self) -> None:
         super().__init__()

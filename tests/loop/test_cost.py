@@ -1,4 +1,4 @@
-"""What a step costs and leaves behind: calls of functions per unit, and things that only the collector would find."""
+"""What a step costs and leaves behind: function calls per unit, and objects that only the collector would find."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outcore.runtime.gradients.passes import _batches
 
 from .rig import DEVICE, WIDTH, Tower, adamw, batch, make, prepared, train
 
-MOST_CALLS = {"device": 690, "plain": 60, "host": 790, "away": 930}  # per unit and step: a few more than there are
+MOST_CALLS = {"device": 690, "plain": 60, "host": 790, "away": 930}  # per unit and step: a little more than measured
 MOST_FILES = {"forward": 27, "gradient home": 17, "update on the host": 39, "fetch from disk": 19, "prepare": 89}
 KIND = pytest.mark.parametrize("kind", ["device", "plain", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -40,7 +40,7 @@ def step(model: Any, optimizer: Any) -> None:
 
 
 def calls(run: Callable[[], None]) -> int:
-    """Calls of functions of outcore, and of what turns dynamo off around some, on this thread."""
+    """Count calls of outcore's functions on this thread, and of those that turn dynamo off around some of them."""
     count = 0
 
     def look(frame: FrameType, event: str, _: object) -> None:
@@ -72,7 +72,7 @@ def test_calls_per_unit(kind, policy, tmp_path):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="an accelerator's operations are others")
 def test_calls_per_unit_whose_activations_leave(tmp_path, monkeypatch):
-    """What is saved is packed and found again, and two copies are submitted."""
+    """Saved tensors are packed and found again, and two copies are submitted."""
     monkeypatch.setattr(away, "SMALL_BYTES", 64)
     counts, comfort = [], Comfort(prefetch_depth=1, num_buckets=2, max_slots_host=2)
     for num_blocks in (SHORT, LONG):
@@ -88,7 +88,7 @@ def test_calls_per_unit_whose_activations_leave(tmp_path, monkeypatch):
 
 
 class Entered:
-    """Files of outcore that are entered, also by lanes; on this thread only beneath some functions of the runtime."""
+    """Counts outcore's files that are entered, also by lanes; on this thread only beneath some runtime functions."""
 
     def __init__(self) -> None:
         self.thread, self.is_on, self.beneath, self.depth = threading.get_ident(), False, (), 0
@@ -117,9 +117,9 @@ class Entered:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="an accelerator has files of its own")
 def test_files_on_the_way(tmp_path):
-    """What a reader opens who follows one thing from end to end. See docs/architecture.md."""
+    """Count the files that a reader opens to follow one thing from end to end. See docs/architecture.md."""
     x, entered, found = torch.randn(2, WIDTH, requires_grad=True), Entered(), {}
-    threading.setprofile(entered)  # of lanes, which start below
+    threading.setprofile(entered)  # for lanes, which start below
     try:
         for kind in ("host", "disk"):
             model = make()
@@ -132,7 +132,7 @@ def test_files_on_the_way(tmp_path):
                         model(batch())
                         found["fetch from disk"] = entered.count(lambda: (model.blocks[0](x), synchronize()), "bind")
                     continue
-                for _ in range(3):  # the least counts: what a lane does late may fall into a later count
+                for _ in range(3):  # the least counts: late work of a lane may fall into a later count
                     seen = {}
                     synchronize()
                     seen["forward"] = entered.count(lambda: (model.blocks[1](x), synchronize()))
@@ -160,7 +160,7 @@ def test_a_step_leaves_nothing_to_the_collector(kind, policy, tmp_path):
     with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
         for _ in range(2):
             step(model, optimizer)
-        while gc.collect():  # what goes may leave more to go, as threads of the tests before do
+        while gc.collect():  # one collection may make more garbage, such as threads of earlier tests
             pass
         gc.disable()
         try:
@@ -196,7 +196,7 @@ def test_views_are_made_once_and_go_with_the_model(kind, tmp_path):
             )
             slots = len(engine.opened.order.pools.slots("device", "weights")) + 12  # and homes, states by name, buckets
             assert len(unit.views._made) <= 4 * slots
-        engine.device.synchronize()  # else what is dropped at close may be held by the lane that was to do it
+        engine.device.synchronize()  # else a lane may still hold what close drops
         views = [weakref.ref(v) for unit in engine.units for views in unit.views._made.values() for v in views]
         known.clear()
         del before
@@ -216,7 +216,7 @@ def test_norms_on_the_device_are_taken_together(tmp_path):
         torch.manual_seed(1)
         model.loss(batch()).backward()
         block, twin = model.blocks[1], plain.blocks[1]
-        block.down.weight.grad = None  # nobody asks for it any more
+        block.down.weight.grad = None  # the caller drops it
         block.down.bias.grad = torch.zeros_like(twin.down.bias)  # a step would refuse it; the norms of others do not
         known = optimizer.engine.gradients.of["blocks.1"].norms
         assert not known

@@ -1,4 +1,4 @@
-"""Weights in fp16 under ``GradScaler``, in fp64, and what is neither: right, or refused with advice."""
+"""Weights in fp16 under ``GradScaler``, in fp64, and in other dtypes: right, or refused with advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WHERE = (*KINDS, "host keep", "disk keep")
 
 
 class Masters:
-    """The plain loop in fp16: fp32 masters, their gradients added in fp32, and copies that compute."""
+    """The plain fp16 loop: fp32 masters, gradients added in fp32, and fp16 copies that compute."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -34,7 +34,7 @@ class Masters:
 
 
 def drive(model, optimizer, masters=None, steps=5, scale=2.0**14):
-    """Two micro-batches a step. The scale begins so high that gradients overflow in fp16, and grows until they do."""
+    """Take two micro-batches a step. The scale begins high and grows until gradients overflow in fp16."""
     scaler = torch.amp.GradScaler(DEVICE, init_scale=scale, growth_interval=2)
     params, seen_here = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad], []
     for i in range(steps):
@@ -153,7 +153,7 @@ class Counting(nn.Module):
         return x + turned * self.table.to(x.dtype) / 8
 
 
-@pytest.mark.filterwarnings("ignore:Casting complex values to real")  # torch's, in backward
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")  # torch's warning, in backward
 @pytest.mark.skipif(DEVICE != "cpu", reason="the simulated GPU has no complex numbers")
 @pytest.mark.parametrize("where", WHERE)
 def test_small_integers_and_complex_numbers_in_buffers(where, tmp_path):
@@ -167,7 +167,7 @@ def test_small_integers_and_complex_numbers_in_buffers(where, tmp_path):
 
     kind, _, policy = where.partition(" ")
     options = {"policy": policy} if policy else {}
-    options["dtype"] = None  # as it is
+    options["dtype"] = None  # the dtype stays
     same(step, kind, tmp_path, build=lambda: nn.Sequential(*(Counting() for _ in range(3))), **options)
 
 

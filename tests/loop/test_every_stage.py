@@ -1,4 +1,4 @@
-"""One error, or a Ctrl-C, at any stage of a step: said, and never trained past; or nothing but gradients are lost."""
+"""One error, or a Ctrl-C, at any stage of a step is reported and never trained past, or costs only gradients."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _everything_leaves(monkeypatch):
 
 @contextmanager
 def special(setting, folder, prepare=outcore.prepare):
-    """A model whose steps have two micro-batches, after one good step."""
-    model = make().requires_grad_()  # what is frozen has no second home
+    """Yield a model whose steps have two micro-batches, after one good step."""
+    model = make().requires_grad_()  # frozen weights have no second home
     optimizer, more = adamw(model), SETTINGS[setting]
     early = more.get("early", False)
     _, plan = forced(model, optimizer, setting.split()[0], comfort=COMFORT, steps=STEPS, **more)
@@ -71,7 +71,7 @@ def step(model, optimizer, seed):
 
 
 def fail_once(monkeypatch, optimizer, name, error):
-    """Let the first operation of that name raise, as a drive does that comes back; returns what was hit."""
+    """Let the first operation of that name raise, like a drive that recovers; return the list of operations hit."""
     submit, hit = optimizer.engine.device.submit, []
 
     def submit_and_count(lane, what, given, **options):
@@ -91,7 +91,7 @@ def fail_once(monkeypatch, optimizer, name, error):
 def test_one_error_at_any_stage_is_said_and_training_never_goes_on(setting, name, tmp_path, monkeypatch):
     name = f"{name} blocks.1"
     with special(setting, tmp_path) as (model, optimizer):
-        if setting.endswith("early"):  # every attempt is made, whatever the rates
+        if setting.endswith("early"):  # make every attempt, whatever the rates
             monkeypatch.setattr("outcore.order.attempts.Attempts.wants_next", lambda _: True)
             monkeypatch.setattr("outcore.runtime.updates.early._Attempt.is_due", lambda _: True)
             monkeypatch.setattr("outcore.runtime.updates.early._Attempt.settle", lambda _: True)
@@ -128,7 +128,7 @@ def test_a_drive_that_fails_while_somebody_looks(name, error, tmp_path, monkeypa
     model = make()
     with prepared(model, adamw(model), "disk", tmp_path) as (model, optimizer):
         train(model, optimizer, 1)
-        optimizer.engine.device.synchronize()  # else an update that is under way hits the error
+        optimizer.engine.device.synchronize()  # else the error hits an update that is under way
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(OsDiskIO, "pread", fail)
             match = r"(blocks\.\d|root) (weights|states|gradients)|injected"  # the last update may still read
@@ -160,7 +160,7 @@ def test_an_interrupt_anywhere_in_forward_and_backward_costs_only_the_gradients(
                     for i in range(STEPS):
                         model.loss(batch(7 + i)).backward()
                 except KeyboardInterrupt:
-                    number += 31 if "pieces" in setting else 11  # by turns before a call and after it
+                    number += 31 if "pieces" in setting else 11  # odd: alternates before and after a call
                 else:
                     assert len(calls) <= number
                     number = -1
@@ -171,7 +171,7 @@ def test_an_interrupt_anywhere_in_forward_and_backward_costs_only_the_gradients(
 
 
 def interrupt(patch, owner, names, number):
-    """Raise at the n-th call of any of these methods: every other time before it, else after it."""
+    """Raise at the n-th call of any of these methods: before it if ``number`` is odd, else after it."""
     calls = []
 
     def wrapped(real):
@@ -193,7 +193,7 @@ def interrupt(patch, owner, names, number):
 
 @pytest.mark.parametrize("setting", ["host early", "disk early"])
 def test_after_an_interrupt_of_an_early_update_states_can_be_loaded(setting, tmp_path, monkeypatch):
-    """What was submitted for it is still under way, and nobody has its handle."""
+    """Operations of the update are still under way, and nothing has their handles."""
     prepare = functools.partial(prepare_for_test, race_checker=RaceChecker())
     with special(setting, tmp_path, prepare) as (model, optimizer):
         saved = {n: t.clone() for n, t in model.state_dict().items()}, optimizer.state_dict()
@@ -214,7 +214,7 @@ def test_after_an_interrupt_of_an_early_update_states_can_be_loaded(setting, tmp
                 raise KeyboardInterrupt
             return handle
 
-        # However long the steps before took, the unit is tried.
+        # The unit is tried however long earlier steps took.
         monkeypatch.setattr(Attempts, "wants_next", lambda _: True)
         for stage in ("read states of blocks.1", "update early blocks.1", "write states of blocks.1"):
             begin_again()

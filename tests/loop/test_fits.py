@@ -1,4 +1,4 @@
-"""Where everything fits the loop runs as it is; activations are kept as far as there is room. Always the same bits."""
+"""Where everything fits the loop runs plain; activations are kept as far as there is room. The bits never change."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_every_optimizer(optimizer: Callable[[Any], Any], dtype: torch.dtype, tm
 
 
 def liberties(model: nn.Module, optimizer: Any) -> Any:
-    """What a loop may do between forward, backward and step."""
+    """Do what a loop may do between forward, backward and step."""
     seen = []
     for step in range(7):
         loss = model.loss(batch(step))
@@ -115,7 +115,7 @@ def liberties(model: nn.Module, optimizer: Any) -> Any:
         if step == 2:
             loss.backward(retain_graph=True)
         if step == 3:
-            model.loss(batch(8))  # never walked
+            model.loss(batch(8))  # no backward follows
         if step == 4:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 model.loss(batch(7)).backward()
@@ -136,14 +136,14 @@ def liberties(model: nn.Module, optimizer: Any) -> Any:
     return seen
 
 
-@pytest.mark.parametrize("kind", RESIDENT)  # edits in place
+@pytest.mark.parametrize("kind", RESIDENT)  # the drive edits in place
 @ROOM
 def test_liberties_between_forward_backward_and_step(kind: str, room: int, tmp_path: Path):
     same(liberties, kind, room, tmp_path)
 
 
 class Twice(Tower):
-    """Tied weights, a block that is called twice, one that is not, and a result that leaves as a dict."""
+    """Has tied weights, and a block that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ def test_evaluation_alone(tmp_path: Path):
 
 
 class ChangedOutside(Tower):
-    """Adds to results of blocks in place: nothing that a block saves."""
+    """Adds to results of blocks in place, which no block saves."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -369,7 +369,7 @@ class ChangedOutside(Tower):
 
 
 class Checkpointed(Tower):
-    """Blocks inside of the user's own checkpoints."""
+    """Calls blocks inside of the user's own checkpoints."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -429,7 +429,7 @@ def test_double_backward_in_the_first_call_and_in_later_ones(policy: str, room: 
             optimizer.zero_grad()
         return norms
 
-    if policy == "keep":  # nothing is recomputed: it is the plain loop
+    if policy == "keep":  # nothing is recomputed, so it is the plain loop
         model, twin = make(), make()
         want = penalty(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
         plan = plan_for(twin, adamw(twin), "plain", "keep")
@@ -478,7 +478,7 @@ def test_a_graph_made_inside_gathered_is_not_walked_with_other_weights(kind: str
 
 
 def edits_by_data(model: nn.Module, optimizer: Any) -> Any:
-    """Bytes elsewhere than in their home, in a unit and in the root, then everything that reads the home."""
+    """Move bytes out of their home by ``.data``, in a unit and in the root, then do everything that reads the home."""
     seen = []
     for step in range(3):
         seen += train(model, optimizer, 1, seed=step)

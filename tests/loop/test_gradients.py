@@ -1,4 +1,4 @@
-"""What loops do to gradients between backward and step."""
+"""Gradients that loops change between backward and step."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_way_of_zeroing(kind, tmp_path, make_optimizer):
             optimizer.step()
             zero(model, optimizer)
             norms.append(utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-            optimizer.step()  # with gradients of zero where they are zero: momentum and decay act
+            optimizer.step()  # gradients of zero still take a step: momentum and decay act
             model.loss(batch(9)).backward()
             optimizer.step()
         return norms
@@ -175,7 +175,7 @@ def test_own_tensor_as_gradient(kind, tmp_path):
             for name in (BLOCK_WEIGHT, "head.weight"):
                 param = model.get_parameter(name)
                 param.grad = torch.full(param.shape, 0.01)
-            model.loss(batch(step)).backward()  # adds to it, as ever
+            model.loss(batch(step)).backward()  # adds to it, as usual
             if step == 2 and kind == "plain":
                 param.grad = torch.full(param.shape, 0.02)
             optimizer.step()
@@ -200,7 +200,7 @@ def take_away_and_put_back(model):
     model.blocks[1].uses = False
     model.loss(batch(1)).backward()
     assert param.grad is None
-    param.grad = old  # unless it is a tensor of its own it stands for bytes that may be overwritten by now
+    param.grad = old  # unless it is a tensor of its own, its bytes may be overwritten by now
 
 
 def test_taken_away_and_put_back_is_refused(kind, tmp_path):

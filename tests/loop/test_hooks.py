@@ -90,7 +90,7 @@ def test_hooks_on_modules(model, optimizer):
 
 @KIND
 def test_hooks_inside_are_called_again_by_recompute(kind, tmp_path):
-    # As under any activation checkpointing; what they see is the same both times.
+    # Activation checkpointing always does so; hooks see the same both times.
     model = make()
     with prepared(model, adamw(model), kind, tmp_path) as (model, _):
         seen = []
@@ -128,7 +128,7 @@ def test_hooks_on_results(model, optimizer):
 
 
 class Choosy(Block):
-    """Runs one of its two parts, and takes an argument that it does not use."""
+    """Runs one of its two parts, and takes an argument that it ignores."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +142,7 @@ class Choosy(Block):
 @POLICY
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_hook_is_not_called_where_its_parameter_took_no_part(kind, policy, when, tmp_path):
-    """Nor is it lost where only one of several calls used the parameter, and it can be removed."""
+    """It is not lost if only one of several calls used the parameter, and it can be removed."""
     seen = []
 
     def register(model):
@@ -176,7 +176,7 @@ def test_a_hook_is_not_called_where_its_parameter_took_no_part(kind, policy, whe
 
 
 class Shown(torch.autograd.Function):
-    """Gets zeros where autograd comes to it without a gradient."""
+    """Gets zeros if autograd comes to it without a gradient."""
 
     @staticmethod
     def forward(ctx, x, seen):
@@ -192,7 +192,7 @@ class Shown(torch.autograd.Function):
 @KIND
 @POLICY
 def test_an_argument_that_is_not_used_gets_no_gradient(kind, policy, tmp_path):
-    """What made it is not visited, so what it was made of gets no gradient of zeros, which would be stepped."""
+    """Autograd does not visit its producers: they would get gradients of zeros, which would be stepped."""
 
     def drive(model, optimizer):
         seen = []
@@ -229,7 +229,7 @@ class Two(torch.nn.Module):
 @KIND
 @POLICY
 def test_what_only_an_unused_result_needs_gets_no_gradient(kind, policy, tmp_path):
-    """A Function of the user's own before it is not called, as little as in a plain loop; called later it is."""
+    """A user's Function before it is not called, as in a plain loop; a later backward of that result calls it."""
 
     def drive(model, optimizer):
         seen = []

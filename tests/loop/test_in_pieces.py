@@ -1,4 +1,4 @@
-"""Batches that units run in pieces: the result is that of accumulation over these pieces as micro-batches."""
+"""Batches that units run in pieces: the result is that of accumulation with these pieces as micro-batches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHAPE: dict[str, Any] = {
 
 
 class Block(rig.Block):
-    """Without random numbers."""
+    """Has no random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(rig.Block):
 
 
 class Normed(Block):
-    """Its running statistics tell in which order pieces came."""
+    """Its running statistics show the order of pieces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,20 +77,20 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {"tower": tower(), "normed": tower(
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """The sum over tokens, by the number of those of the whole batch: as Transformers has it under accumulation."""
+    """Return the sum over tokens, divided by the number of tokens of the whole batch, as Transformers accumulates."""
     logits = model(ids)
     return functional.cross_entropy(logits.flatten(0, 1).float(), ids.roll(1, 1).flatten(), reduction="sum") / count
 
 
 def optimizer_of(params: Any) -> torch.optim.Optimizer:
-    """Two groups, of what is trained."""
+    """Make two groups of the trained parameters."""
     trained = [p for p in params if p.requires_grad]
     groups = [{"params": trained[::2]}, {"params": trained[1::2], "lr": 2e-2, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, fused=True)
 
 
 def accumulated(model: nn.Module, batches: list[list[torch.Tensor]], pieces: int = PIECES) -> list[torch.Tensor]:
-    """The plain loop, with masters and sums in fp32. Each step has one batch or several, each of them in pieces."""
+    """Run the plain loop with masters and sums in fp32. A step has one or several batches, each of them in pieces."""
     params = [p for p in model.parameters() if p.requires_grad]
     masters = [nn.Parameter(p.detach().float().clone()) for p in params]
     optimizer, norms = optimizer_of(masters), []
@@ -128,7 +128,7 @@ def in_pieces(model: nn.Module, optimizer: Any, batches: list[list[torch.Tensor]
 def prepared(
     model: nn.Module, folder: Path, homes: Any = "host", pieces: int = PIECES, faults: Any = None, **how: Any
 ) -> Iterator[Any]:
-    """With the race checker, which raises where two accesses are not ordered. Args: faults: Fields of ``Faults``."""
+    """Prepare with the race checker, which raises at two unordered accesses. Args: faults: Fields of ``Faults``."""
     optimizer = optimizer_of(model.parameters())
     _, plan = forced(model, optimizer, homes, comfort=COMFORT, pieces=pieces, **how)
     budget = outcore.Budget(disk=folder)
@@ -220,12 +220,12 @@ def test_every_policy_on_every_tier(policy: str, tier: str, tmp_path: Path, monk
     left, leave = [], Away.leave
     monkeypatch.setattr(Away, "leave", lambda mine, target: left.append(mine) or leave(mine, target))
     same(tmp_path, BUILDS["llama"], policy=policy, activations=tier)
-    assert tier == "device" or len(left) >= STEPS * (3 * PIECES - 2)  # of units and pieces; the last ones stay
+    assert tier == "device" or len(left) >= STEPS * (3 * PIECES - 2)  # one for each unit and piece; the last ones stay
 
 
 @pytest.mark.parametrize("homes", ["device", "host"])
 def test_results_of_pieces_are_not_held(homes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were copied to where the result of the batch is."""
+    """They were copied into the batch's result."""
     made, call = list[Any](), UnitCall.__call__
 
     def spy(mine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +243,7 @@ def test_results_of_pieces_are_not_held(homes: str, tmp_path: Path, monkeypatch:
 
 
 def random_plan(seed: int) -> tuple[int, int, dict[str, Any]]:
-    """Rows, pieces, and a plan."""
+    """Return the number of rows, the number of pieces, and a plan."""
     draw = random.Random(seed)
     kind = draw.choice(["mixed", "device", "host", "disk"])
     homes = [draw.choice(MIXED) if kind == "mixed" else (kind,) * 3 for _ in range(5)]
@@ -308,7 +308,7 @@ def test_tied_parameters_are_equal_up_to_rounding(tmp_path: Path) -> None:
 
 
 def test_hooks_and_chosen_gradients(tmp_path: Path) -> None:
-    """Parameters outside of units, too, have hooks and can be asked for."""
+    """Parameters outside of units have hooks and can be asked for, too."""
     model, twin, ids = make(BUILDS["tower"]), make(BUILDS["tower"]), batch(0, ROWS)
     seen: list[list[torch.Tensor]] = [[], []]
     whole = sum(loss_of(model, piece, ids.numel()) for piece in ids.chunk(PIECES))
@@ -327,7 +327,7 @@ def test_hooks_and_chosen_gradients(tmp_path: Path) -> None:
 
 
 def test_small_and_other_batches(tmp_path: Path) -> None:
-    """A last batch of few rows, another length, one row; evaluation takes a batch whole."""
+    """A short last batch, another length, one row; evaluation takes a batch whole."""
     batches = [[batch(0, 2)], [batch(1, ROWS)[:, :4]], [batch(2, 1)], [batch(3, ROWS)]]
     model, twin = make(BUILDS["tower"]), make(BUILDS["tower"])
     want = accumulated(model, batches)
@@ -381,7 +381,7 @@ def test_router_logits_are_those_of_the_batch(tmp_path: Path) -> None:
 
 
 class InPlace(Tower):
-    """Changes what units gave."""
+    """Changes the results of units in place."""
 
     def __init__(self) -> None:
         super().__init__(Block)
@@ -430,7 +430,7 @@ def test_no_gradients_of_gradients(tmp_path: Path) -> None:
 
 
 class Beside(Tower):
-    """A module outside of units changes what it gets, or a list that it gets."""
+    """A module outside of units changes its argument, or a list that it gets."""
 
     def __init__(self, pre: nn.Module) -> None:
         super().__init__(Block)
@@ -462,7 +462,7 @@ def test_arguments_that_are_changed_outside_of_units(kind: Any, tmp_path: Path) 
 
 
 class Shared(Tower):
-    """The norm of its blocks is used outside of them, too."""
+    """The blocks' norm is used outside of them, too."""
 
     def __init__(self) -> None:
         super().__init__(Block)
@@ -491,7 +491,7 @@ class Mixing(Block):
 
 
 class SequenceFirst(nn.Module):
-    """Its batch lies in the second dimension."""
+    """Has its batch in the second dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -502,7 +502,7 @@ class SequenceFirst(nn.Module):
 
 
 class Scalar(Block):
-    """Gives a scalar beside its rows."""
+    """Returns a scalar beside its rows."""
 
     def forward(self, x: Any) -> Any:
         x, penalty = x if isinstance(x, tuple) else (x, 0.0)
@@ -531,7 +531,7 @@ class Scored(Tower):
 )
 def test_what_cannot_be_cut_is_refused(build: Callable[[], nn.Module], said: str, tmp_path: Path) -> None:
     with prepared(make(build), tmp_path) as (model, _):
-        for ids in (torch.zeros_like(batch(0, ROWS)), batch(0, ROWS)):  # rows that are all alike tell as much
+        for ids in (torch.zeros_like(batch(0, ROWS)), batch(0, ROWS)):  # equal rows are refused, too
             with pytest.raises(UnsupportedError, match=said):
                 model(ids)
 

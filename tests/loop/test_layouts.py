@@ -1,4 +1,4 @@
-"""Where states lie is said in one place: gaps between them, and states of other sizes, change nothing."""
+"""One function lays out states: gaps between them, and states of other sizes, change nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_states_with_a_gap(kind, tmp_path, monkeypatch):
 
 
 def unequal(spec: UnitSpec, names: Iterable[str], **_: bool) -> dict[str, StateSpec]:
-    """Each state is a page larger than the one before, and begins further inside."""
+    """Lay out states so that each is a page larger than the one before, and its parts begin further inside."""
     states, start = {}, 0
     for i, name in enumerate(names if spec.trainable else ()):
         parts = tuple(part._replace(offset=part.offset + 512 * i) for part in spec.update_parts)

@@ -1,4 +1,4 @@
-"""A result that its own block saves and the next one gets rests once: the next one borrows it for its backward."""
+"""A result that its own block saves and the next one gets rests once: the next block borrows it for its backward."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Rectified(nn.Module):
-    """As the end of a ResNet's block: backward needs what forward returned."""
+    """Like the end of a ResNet's block: backward needs the result of forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class Rectified(nn.Module):
 
 
 class Row(Tower):
-    """Blocks behind one another."""
+    """Blocks one after another."""
 
     def __init__(self) -> None:
         super().__init__(Rectified, NUM_BLOCKS)
 
 
 class Apart(Tower):
-    """One of the results goes by another way, too, and one block is left out."""
+    """One result also takes another way, and one block is left out."""
 
     def __init__(self) -> None:
         super().__init__(Rectified, NUM_BLOCKS)
@@ -74,7 +74,7 @@ class Apart(Tower):
 
 
 class Counted:
-    """Bytes of storages that were sent, and of those that were borrowed."""
+    """Counts bytes of storages that were sent, and of those that were borrowed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent, self.borrowed = list[int](), list[int]()
@@ -99,7 +99,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 @contextmanager
 def prepared(model: nn.Module, tier: str | By, policy: str | By, folder: Path, **more: Any) -> Iterator[Any]:
-    """Under the race checker, with lanes out of order and memory poisoned."""
+    """Prepare under the race checker, with poisoned memory and with the faults in ``more``."""
     optimizer = adamw(model)
     comfort, room = more.pop("comfort", COMFORT), more.pop("room", 0)
     _, plan = forced(model, optimizer, "device", policy=policy, activations=tier, comfort=comfort)
@@ -137,7 +137,7 @@ def retained(model: nn.Module, optimizer: Any) -> None:
 def two_forwards(model: nn.Module, optimizer: Any) -> None:
     for step in range(2):
         losses = [model.loss(batch(step, 9)), model.loss(batch(step + 7, 8))]
-        model.loss(batch(3, 2))  # whose backward never comes
+        model.loss(batch(3, 2))  # its backward never comes
         losses[step].backward()
         losses[1 - step].backward()
         optimizer.step()
@@ -165,7 +165,7 @@ def test_a_row_of_blocks_sends_every_storage_once(tmp_path: Path, counted: Count
     with prepared(make(Row), "host", "keep", tmp_path) as (model, optimizer):
         before = optimizer.traffic()
         loss = model.loss(batch(0, ROWS))
-        optimizer.engine.device.synchronize()  # a copy that has not begun when backward is there would be dropped
+        optimizer.engine.device.synchronize()  # backward would drop a copy that has not begun
         loss.backward()
         moved = {lane: nbytes - before[lane] for lane, nbytes in optimizer.traffic().items()}
     assert counted.sent == [RESULT_BYTES] * NUM_BLOCKS, "what the first block got, and what five gave"
@@ -175,7 +175,7 @@ def test_a_row_of_blocks_sends_every_storage_once(tmp_path: Path, counted: Count
 
 
 def test_what_all_is_lent_leaves_without_a_copy(tmp_path: Path, counted: Counted) -> None:
-    """Recompute needs the arguments alone."""
+    """Recompute needs only the arguments."""
     plan = {"tier": "disk", "policy": lambda i: ("keep", "recompute")[i % 2]}
     same(lambda model, optimizer: train(model, optimizer, 2), tmp_path, **plan)
     assert counted.borrowed
@@ -184,7 +184,7 @@ def test_what_all_is_lent_leaves_without_a_copy(tmp_path: Path, counted: Counted
 @pytest.mark.parametrize("tier", AWAY)
 @pytest.mark.parametrize("is_over", [True, False])
 def test_the_lender_may_be_walked_first(tier: str, is_over: bool, tmp_path: Path) -> None:
-    """Its home stays taken for the borrower, though later calls of the unit would like to have it."""
+    """Its home stays taken for the borrower, though later calls of the unit need one."""
 
     def drive(model: nn.Module, optimizer: Any) -> Any:
         x, blocks = model.embed(batch(0, ROWS)), model.blocks
@@ -200,7 +200,7 @@ def test_the_lender_may_be_walked_first(tier: str, is_over: bool, tmp_path: Path
 
 
 def test_a_result_that_was_changed_is_not_lent(tmp_path: Path) -> None:
-    """The next block got other values; only the backward of the first one, which needs the old ones, is refused."""
+    """The next block gets other values; only the first one's backward, which needs the old ones, is refused."""
 
     def drive(model: nn.Module, optimizer: Any) -> Any:
         x = model.blocks[0](model.embed(batch(0, ROWS)))

@@ -49,7 +49,7 @@ def test_gathered_to_read(kind, tmp_path):
                 with pytest.raises(outcore.AbsentParameterError):
                     model.get_parameter(NAME).sum()
         with outcore.gathered(model), torch.no_grad():
-            model.get_parameter(NAME).zero_()  # without write=True it is lost
+            model.get_parameter(NAME).zero_()  # lost without write=True
             model.head.weight.zero_()
         assert all(torch.equal(v, want[k]) for k, v in model.state_dict().items())
 
@@ -119,7 +119,7 @@ def test_step_while_gathered_is_refused_and_errors_pass_through(kind, tmp_path):
             with torch.no_grad():
                 model.get_parameter(NAME).zero_()
             raise ZeroDivisionError
-        assert torch.equal(model.state_dict()[NAME], want[NAME])  # what a failed block changed is not written
+        assert torch.equal(model.state_dict()[NAME], want[NAME])  # changes by a failed block are not written
         optimizer.step()
         with pytest.raises(outcore.ConfigError, match="gathered: expected a model"), outcore.gathered(nn.Linear(2, 2)):
             pass
@@ -163,7 +163,7 @@ def test_use_after_close(kind, tmp_path):
         for what, use in uses.items():
             try:
                 use()
-            except (outcore.OutcoreError, RuntimeError) as error:  # torch wraps what happens while it loads
+            except (outcore.OutcoreError, RuntimeError) as error:  # torch wraps errors while it loads
                 assert "closed" in str(error) or "not prepared" in str(error), what
             else:
                 pytest.fail(f"{what} did not raise")
@@ -221,7 +221,7 @@ def test_states_go_on_in_another_optimizer(tmp_path):
     plain.load_state_dict(model.state_dict())
     plains = adamw(plain, fused=True)
     others.load_state_dict(kept)
-    kept["param_groups"][0]["fused"] = True  # ours do not say, and a fused optimizer has its steps on the device
+    kept["param_groups"][0]["fused"] = True  # ours do not say so; a fused optimizer has its steps on the device
     plains.load_state_dict(kept)
     with prepared(model, others, "disk", tmp_path) as (_, optimizer):
         torch.manual_seed(5)

@@ -40,7 +40,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-# PEFT's, of a name that Transformers has renamed.
+# PEFT warns about a name that Transformers has changed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
 
@@ -117,7 +117,7 @@ def test_plain_loss_up_to_rounding(name: str, more: dict[str, Any]):
 
 @pytest.mark.parametrize("how", ["bf16", "autocast"])
 def test_half_precision(how: str):
-    """The loss is as exact as the plain one; gradients are off by as much as those are."""
+    """The loss is as exact as the plain one; gradients have errors of the same size as the plain ones."""
     dtype = torch.bfloat16 if how == "bf16" else torch.float32
     with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=how == "autocast"):
         want = loss_and_gradients(make("llama", dtype))
@@ -139,7 +139,7 @@ def test_without_labels_nothing_changes():
 
 
 class Largest(TorchDispatchMode):
-    """How many rows of logits were there at once, at most."""
+    """Records the most rows of logits that existed at once."""
 
     most = 0
 
@@ -154,7 +154,7 @@ class Largest(TorchDispatchMode):
 def test_few_rows_of_logits_at_once():
     with Largest() as largest:
         loss_and_gradients(losses.chunked(make("llama")))
-    assert largest.most == 16  # the weight, transposed: rows of logits are 8
+    assert largest.most == 16  # the transposed weight; rows of logits are 8
     with Largest() as largest:
         loss_and_gradients(make("llama"))
     assert largest.most == 39

@@ -1,4 +1,4 @@
-"""What an optimizer is beside ``step``: hooks, ``state``, groups that come later, and who else may step."""
+"""An optimizer's interface beside ``step``: hooks, ``state``, groups that come later, and others that may step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sgd(model, **options):
 
 
 def register_all(optimizer, seen):
-    """Every hook that there is; some change what they get."""
+    """Register every kind of hook; some change their arguments."""
 
     def halve(optimizer, args, kwargs):
         seen.append(("before", len(args), sorted(kwargs)))
@@ -51,7 +51,7 @@ def test_hooks(when, tmp_path):
         return old[-1]
 
     def drive(model, optimizer):
-        # Kernels are checked at first use, with optimizers that the hooks for all see too.
+        # Kernels are checked at first use, with optimizers that global hooks see, too.
         train(model, optimizer, 1)
         model.state_dict()  # waits for the update
         seen.clear()
@@ -167,7 +167,7 @@ def test_other_optimizers_refuse(kind, tmp_path):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As libraries wrap optimizers."""
+    """Wraps an optimizer, as libraries do."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -210,7 +210,7 @@ def test_momentum_that_pauses(model, optimizer):
 
 @agrees("plain", "device", "host", "disk", optimizer=lambda model: sgd(model, dampening=0.4))
 def test_momentum_that_begins_later(model, optimizer):
-    """With dampening it begins with the whole gradient of that step."""
+    """With dampening, momentum begins with the whole gradient of that step."""
     losses = []
     for momentum in (0.0, 0.9, 0.0, 0.5):
         optimizer.param_groups[0]["momentum"] = momentum

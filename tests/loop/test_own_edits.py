@@ -15,7 +15,7 @@ POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
 
 
 class Clipped(nn.Module):
-    """The same edit twice is the edit once, by four ways."""
+    """Edits itself in four ways; each edit has the same effect twice as once."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Clipped(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Moves its codes after they were used, so a second run would not see those of the first."""
+    """Moves its codes after using them, so a second run would not see those of the first."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ def test_a_codebook_under_recompute_is_refused(kind, tmp_path):
 
 
 class Unused(Codebook):
-    """A running value in a parameter, which no result depends on."""
+    """Has a running value in a parameter that no result depends on."""
 
     def forward(self, x):
         with torch.no_grad():

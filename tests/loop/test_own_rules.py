@@ -1,4 +1,4 @@
-"""Rules of one's own with all that a rule may have train to the bits of their own plain step."""
+"""A user's rules, with all that a rule may have, train to the bits of their own plain step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rig import KINDS, assert_same, batch, make, prepared, same, train
 
 
 class SGD(Rule):
-    """Torch has an optimizer of this name, and one with a ``sum``. Matrices alone have a number."""
+    """Torch has an optimizer of this name, and one with a state ``sum``. Only matrices have a number."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
@@ -43,7 +43,7 @@ def pair(model):
 
 
 def test_adagrad_beside_another(tmp_path):
-    """It alone has states before the first step."""
+    """Only Adagrad has states before the first step."""
     model, twin = make(), make()
     optimizers, joined = pair(model), Joined(pair(twin))
     torch.manual_seed(5)

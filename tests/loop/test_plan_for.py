@@ -45,7 +45,7 @@ def test_refuses_what_prepare_refuses(tmp_path: Path):
 
 
 def test_what_an_error_names_is_enough_on_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(CpuDevice, "activation_share", 0.3)  # as an accelerator answers
+    monkeypatch.setattr(CpuDevice, "activation_share", 0.3)  # an accelerator's value
     with pytest.raises(outcore.PlanInfeasibleError) as caught:
         plan_for(*build("meta"), budget=outcore.Budget(device=1000, host=1000, disk=tmp_path))
     need = caught.value.required_bytes

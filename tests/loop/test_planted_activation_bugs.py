@@ -1,6 +1,6 @@
-"""Bugs that activations on their way could have, planted one by one: each is found, by results or by the race checker.
+"""Bugs that moving activations could have, planted one by one: results or the race checker find each of them.
 
-Those of waits that are left out are in ``tests/parity/test_planted_bugs.py``.
+``tests/parity/test_planted_bugs.py`` has the bugs of waits that are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 class Block(nn.Module):
-    """Saves transposed views, parts of one tensor, its own result, and what depends on random numbers."""
+    """Saves transposed views, parts of one tensor, its own result, and tensors that depend on random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def tower() -> nn.Module:
 
 
 def drive(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """Two forwards before a backward, and rows that change."""
+    """Make two forwards before a backward, with changing numbers of rows."""
     losses = []
     for step in range(STEPS):
         pair = [model.loss(batch(2 * step + i, ROWS - i)) for i in range(2)]
@@ -74,7 +74,7 @@ def changes_a_result(model: nn.Module, _: Any) -> None:
 
 
 def planted(owner: Any, name: str, bug: Callable[..., Any]) -> Plant:
-    """Args: bug: Gets what is there without it, and its arguments."""
+    """Args: bug: Gets the real function, and its arguments."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         real = getattr(owner, name)
@@ -124,7 +124,7 @@ def never_copied(real: Any, mine: Away, target: Any) -> Any:
 
 
 def given_back_as_brought(real: Any, order: ActivationOrder[Any], call: SavedCall[Any], **options: Any) -> None:
-    """As if compute were done with a slot as soon as the bytes are there."""
+    """Give a slot back as soon as the bytes are there, as if compute were done with it."""
     order._give(call, call.came)
     real(order, call, **options)
 

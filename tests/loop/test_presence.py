@@ -1,4 +1,4 @@
-"""What stands beneath parameters: in calls and between, in a state dict, gathered, and after what was cut short."""
+"""What lies beneath parameters: in calls and between, in a state dict, gathered, and after a call was cut short."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .rig import KINDS, WIDTH, Block, Tower, agrees, batch, train
 
 
 class Biased(Tower):
-    """The root itself has a parameter, beside those of its modules."""
+    """The root has a parameter of its own, beside those of its modules."""
 
     def __init__(self) -> None:
         super().__init__(num_blocks=4)
@@ -51,7 +51,7 @@ def test_a_state_dict_that_was_cut_short(model, optimizer):
 
 @agrees(*KINDS, "device keep", "host keep", "disk keep")
 def test_a_state_dict_between_forward_and_backward(model, optimizer):
-    """The graph still ends at the parameters as they were."""
+    """The graph still ends at the same parameters."""
     losses = []
     for step in range(3):
         loss = model.loss(batch(step))
@@ -63,7 +63,7 @@ def test_a_state_dict_between_forward_and_backward(model, optimizer):
 
 
 class LooksAtItself(Block):
-    """In the middle of its forward, after it has changed a weight."""
+    """Reads its own parameters in the middle of forward, after it has changed a weight."""
 
     look = staticmethod(nn.Module.state_dict)
 

@@ -40,7 +40,7 @@ from .test_transformers import ids
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # peft's and bitsandbytes'
+    pytest.mark.filterwarnings("ignore"),  # peft and bitsandbytes warn
     pytest.mark.skipif(DEVICE != "cpu", reason="the simulated GPU has no kernels of bitsandbytes"),
 ]
 
@@ -125,9 +125,9 @@ def test_compiled(kind, how, folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(("kind", "where"), [("nf4 nested", "disk"), ("fp4", "host"), ("int8", "host")])
 def test_quantised_as_it_is_read(kind, where, is_packed, folder, tmp_path, monkeypatch):
-    """A model on the meta device: its weights come piece by piece, and are what ``from_pretrained`` makes of them.
+    """The model is on the meta device: its weights come piece by piece, and equal those of ``from_pretrained``.
 
-    Also where the checkpoint has them quantised already.
+    The checkpoint may have quantised weights already.
     """
     monkeypatch.setattr(quantized_module, "_PIECE", 4096)
     folder = packed(folder, kind, tmp_path) if is_packed else folder
@@ -143,7 +143,7 @@ def test_quantised_as_it_is_read(kind, where, is_packed, folder, tmp_path, monke
 
 
 def packed(folder, kind, tmp_path):
-    """The same checkpoint, quantised."""
+    """Save the same checkpoint, quantised."""
     unadapted(folder, kind).save_pretrained(tmp_path / "packed")
     return tmp_path / "packed"
 
@@ -156,7 +156,7 @@ def on_meta(folder, kind):
 
 
 def test_a_checkpoint_that_is_quantised_otherwise(folder, tmp_path):
-    """Than the model: nothing was changed."""
+    """Its kind is not the model's; the refusal changes nothing."""
     checkpoint = packed(folder, "nf4 nested", tmp_path)
     said = r"_proj.weight' is {} in the model and quantized \(nf4 of .* scales in blocks of 256, stored as torch.bfl"
     for kind, found in (
@@ -222,7 +222,7 @@ def test_exported_with_the_base_in_full_precision(kind, folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
 def test_another_base_is_not_merged_into(kind, folder, tmp_path):
-    """One layer of it was changed since."""
+    """One layer of the base was changed since."""
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     base.save_pretrained(tmp_path / "base")
     model = on_meta(folder, kind)
@@ -269,7 +269,7 @@ def test_merged_when_the_run_is_over(kind, folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
 def test_what_a_step_takes_is_planned(kind, folder, tmp_path):
-    """From shapes, through the library's own operations; the model is as before."""
+    """The plan comes from shapes, through the library's own operations, and leaves the model as it was."""
     model = loaded(folder, kind)
     want = dict(model.state_dict())
     budget = outcore.Budget(device="1MiB", host="64MiB")

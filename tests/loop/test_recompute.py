@@ -1,4 +1,4 @@
-"""What a block sees and changes besides its arguments: recompute must see the same, and change it only once."""
+"""State that a block reads and changes besides its arguments: recompute must see the same, and change it only once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import outcore
 
 from .rig import DEVICE, KINDS, WIDTH, Tower, adamw, batch, make, prepared, same, train
 
-LEGACY: Any = np.random  # what its module's functions draw from
+LEGACY: Any = np.random  # numpy's global generator, from which functions of the module draw
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
 
 
@@ -38,7 +38,7 @@ class PythonRandom(Base):
 
 class NumpyRandom(Base):
     def forward(self, x):
-        noise = LEGACY.randn(3).sum() + LEGACY.rand()  # an odd number: the next one waits inside numpy
+        noise = LEGACY.randn(3).sum() + LEGACY.rand()  # an odd number of draws: numpy keeps the next one
         return self.core(x) + float(noise)
 
 
@@ -59,11 +59,11 @@ class OwnGenerators(Base):
 
 
 class Counter(Base):
-    calls = 0  # of the class: the first call adds it to the module
+    calls = 0  # of the class: the first call adds one to the module
 
     def forward(self, x):
         self.calls += 1
-        self.up.last = f"call {self.calls}"  # a module inside
+        self.up.last = f"call {self.calls}"  # a module inside of this one
         return self.core(x) / self.calls
 
 
@@ -102,7 +102,7 @@ class SilentBuffers(Base):
     def __init__(self):
         super().__init__()
         self.register_buffer("factor", torch.ones(WIDTH))
-        self.register_buffer("large", torch.ones(130, 130))  # no copy of it is kept where it stays as it is
+        self.register_buffer("large", torch.ones(130, 130))  # too large to copy while it stays as it is
         self.register_buffer("late", None)
 
     def forward(self, x):
@@ -162,7 +162,7 @@ def left_in(module):
 @pytest.mark.parametrize("kind", KINDS)
 @POLICY
 def test_the_default_device_is_that_of_the_user(policy, kind, tmp_path):
-    """What the library makes has its own place; recompute, which no default device reaches, has that of forward."""
+    """The library's own tensors have explicit devices; recompute, which no default device reaches, has forward's."""
 
     def drive_with_another(model, optimizer):
         batches = [batch(step) for step in range(2)]
@@ -194,7 +194,7 @@ def test_all_of_it_in_one_block(kind, policy, tmp_path):
 
 
 class Context:
-    """Handed from block to block; the next one sees what the last one did."""
+    """Passed from block to block; each sees what the one before did."""
 
     def __init__(self):
         self.calls, self.log, self.generator = 0, [], torch.Generator(DEVICE).manual_seed(8)
@@ -227,7 +227,7 @@ def test_an_object_that_a_block_changes(policy, tmp_path):
 
 
 HIDDEN = {"calls": 0}
-SEEN = 2**-20 if DEVICE == "cpu" else 2**-2  # on an accelerator what may be rounding passes
+SEEN = 2**-20 if DEVICE == "cpu" else 2**-2  # on an accelerator, a difference that may be rounding passes
 
 
 class HiddenState(Base):
@@ -239,7 +239,7 @@ class HiddenState(Base):
 class HiddenOrder(Base):
     def forward(self, x):
         HIDDEN["calls"] += 1
-        return self.core(x).roll(HIDDEN["calls"], 0)  # the same numbers elsewhere
+        return self.core(x).roll(HIDDEN["calls"], 0)  # the same numbers in other places
 
 
 class HiddenNumber(Base):
@@ -270,7 +270,7 @@ def test_state_that_nobody_can_restore_is_refused(block, found, tmp_path, monkey
                 continue
             with pytest.raises(outcore.UnsupportedError, match=rf"unit 'blocks.1': recompute {found}; .*{advice}"):
                 loss.backward()
-                optimizer.step()  # the first waits for what an accelerator has to say
+                optimizer.step()  # the first step waits for the accelerator's answer
 
 
 class LateState(Base):
@@ -293,7 +293,7 @@ def test_checks_come_first_and_with_new_shapes_and_now_and_then(rows, tmp_path, 
         with pytest.raises(outcore.UnsupportedError, match="another result than forward"):
             for _ in range(64 if rows == 3 else 1):
                 block(torch.randn(rows, WIDTH)).sum().backward()
-            optimizer.step()  # the first waits for what an accelerator has to say
+            optimizer.step()  # the first step waits for the accelerator's answer
 
 
 class Normed(Base):

@@ -1,4 +1,4 @@
-"""What blocks may save, and where: tensors of every kind, functions and hooks that keep things by themselves."""
+"""What blocks may save, and where: tensors of every kind, and functions and hooks that hold tensors themselves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Two(nn.Module):
 
 
 class Complex(Two):
-    """Conjugates and negations that are pending, of activations and of weights."""
+    """Has pending conjugates and negations, of activations and of weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         z = torch.complex(self.up(x), self.down(x))
@@ -56,7 +56,7 @@ class Complex(Two):
 
 
 class Views(Two):
-    """Of one storage, in many forms, some of them empty."""
+    """Saves many views of one storage, some of them empty."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.up(x)
@@ -80,7 +80,7 @@ class Sparse(Two):
 
 
 class Holding(torch.autograd.Function):
-    """Keeps an intermediate value, a number and a parameter by itself."""
+    """Holds an intermediate value, a number and a parameter on ``ctx``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, number: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Functions(Two):
 
 
 class Inside(Two):
-    """Own checkpoints, own hooks, and gradients in the middle of forward."""
+    """Has a checkpoint and saved-tensor hooks of its own."""
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         return functional.dropout(torch.tanh(self.up(x)), 0.2)
@@ -113,7 +113,7 @@ class Inside(Two):
 
 
 class Net(Tower):
-    """Of such blocks."""
+    """A tower of such blocks."""
 
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__(block, num_blocks=4)
@@ -121,7 +121,7 @@ class Net(Tower):
 
 
 def prepared(model: nn.Module, policy: str, tier: str, folder: Path) -> Any:
-    """With one slot of each kind, poison in what is free, and the race checker."""
+    """Prepare with one slot of each kind, poison in free memory, and the race checker."""
     optimizer = adamw(model)
     _, plan = forced(model, optimizer, "host", policy=policy, activations=tier, comfort=LEAST)
     options = {"plan": plan, "budget": outcore.Budget(disk=folder), "device": DEVICE, "race_checker": RaceChecker()}
@@ -155,7 +155,7 @@ def test_any_tensor(block: Callable[[], nn.Module], policy: str, tier: str, tmp_
 def test_hooks_around_the_model(
     around: Any, policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What packs the arguments of units has them; units then save nothing beside them, where that is planned away."""
+    """Hooks around the model already hold the arguments of units; units then send nothing away."""
     sent, leave = [], Away.leave
     monkeypatch.setattr(Away, "leave", lambda mine, target: sent.append(mine) or leave(mine, target))
 
@@ -174,7 +174,7 @@ def test_hooks_around_the_model(
 
 
 class HoldsArgument(Two):
-    """In a function."""
+    """Holds its argument in a function."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0.1 * Holding.apply(x, self.down.weight, 3)
@@ -188,7 +188,7 @@ class HookReadsArgument(Two):
 
 
 class HoldsView(Two):
-    """Of a weight."""
+    """Holds a view of a weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0.1 * Holding.apply(self.up(x), self.down.weight.detach().t().t(), 3)
@@ -206,7 +206,7 @@ class HoldsView(Two):
 def test_what_others_hold_is_there_or_refused(
     block: Callable[[], nn.Module], refused: Any, said: str, policy: str, tier: str, tmp_path: Path
 ) -> None:
-    """Never another tensor's bytes in its place."""
+    """Another tensor's bytes never take its place."""
     if (policy, tier) not in refused:
         same(block, policy, tier, tmp_path)
         return

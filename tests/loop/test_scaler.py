@@ -70,7 +70,7 @@ def test_clipping_after_unscaling_fetches_nothing(kind, tmp_path, monkeypatch):
 
 
 def test_step_unscales_by_itself(kind, tmp_path):
-    # The fused kernel divides by the scale, here gradients are multiplied by its inverse: the same for powers of two.
+    # The fused kernel divides by the scale; here gradients are multiplied by its inverse: equal for powers of two.
     same(lambda m, o: scaled_steps(m, o, 2.0**10, clip=False, unscale=False), kind, tmp_path)
 
 
@@ -122,10 +122,10 @@ def test_one_infinite_element(model, optimizer):
 def test_unscaling_reads_the_device_once_at_most(kind, tmp_path, infinite, monkeypatch):
     model = make()
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
-        train(model, optimizer, 1)  # the first step looks at more, once
+        train(model, optimizer, 1)  # the first step reads more, once
         scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**12)
         scaler.scale(model.loss(batch()) * (float("inf") if infinite else 1.0)).backward()
-        asked = {}  # a default device has torch call again, for the same tensor
+        asked = {}  # with a default device torch calls again, for the same tensor
 
         def count() -> int:
             return sum(t.device.type == DEVICE for t in asked.values())

@@ -57,7 +57,7 @@ def test_built_before(kind, name, tmp_path):
         return made
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # none may say that scheduler.step() came before optimizer.step()
+        warnings.simplefilter("error")  # no scheduler may warn that scheduler.step() came first
         same(lambda m, o: steps(m, o, schedulers[id(o.param_groups)]), kind, tmp_path, optimizer=optimizer)
 
 
@@ -80,7 +80,7 @@ def test_groups_changed_by_hand(kind, tmp_path):
             optimizer.param_groups[1]["betas"] = (0.8, 0.9)
             optimizer.step()
             for group in optimizer.param_groups:
-                group["lr"] = 123.0  # after step() nothing may reach the update under way
+                group["lr"] = 123.0  # after step() nothing may reach the update that is under way
             optimizer.zero_grad()
             optimizer.param_groups[1]["lr"] = 0.02
 
@@ -113,7 +113,7 @@ def test_parameters_without_a_group_keep_their_gradients(model, optimizer):
         model.loss(batch(step)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
-        optimizer.zero_grad()  # only of its own: the others grow
+        optimizer.zero_grad()  # only of its own parameters: other gradients grow
     return norms
 
 

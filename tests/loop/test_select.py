@@ -1,4 +1,4 @@
-"""Policy ``select``: what is dear to compute is saved, on any tier, and the rest is computed again from there."""
+"""Policy ``select``: results that are dear to compute are saved, on any tier, and the rest is recomputed from them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def same(build: Callable[[], nn.Module], tier: str, folder: Path) -> None:
 
 
 class Attention(nn.Module):
-    """With dropout inside of it where it is wanted."""
+    """Attention with optional dropout inside."""
 
     dropout = 0.0
 
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, 1, WIDTH)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
         x = x + functional.dropout(self.out(mixed.squeeze(1)), 0.1)
-        return x * torch.rand_like(x)  # finds random numbers taken or not
+        return x * torch.rand_like(x)  # shows whether earlier random numbers were drawn
 
 
 class Dropping(Attention):
@@ -69,14 +69,14 @@ class Dropping(Attention):
 
 
 class InPlace(Attention):
-    """Changes the result of a product."""
+    """Changes a product's result in place."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tanh(self.out(x).mul_(2))
 
 
 class Unseen(Attention):
-    """Changes it where versions do not tell."""
+    """Changes it in place without a change of its version."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = self.out(x)
@@ -85,14 +85,14 @@ class Unseen(Attention):
 
 
 class Ending(Attention):
-    """Gives the result of a product to whoever may change it."""
+    """Returns a product's result, which the caller may change."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(torch.tanh(x))
 
 
 class Changing(Tower):
-    """Changes what blocks give."""
+    """Changes the results of blocks in place."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -123,7 +123,7 @@ class Products(TorchDispatchMode):
 
 
 def products(folder: Path, policy: str) -> int:
-    """Of a backward pass."""
+    """Return the number of matrix products in a backward pass."""
     with prepared(lambda: Tower(num_blocks=2), "device", folder, policy=policy) as (model, _):
         loss = model.loss(batch())
         with Products() as counter:

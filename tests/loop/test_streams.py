@@ -1,4 +1,4 @@
-"""Several streams of compute: a hook that autograd leaves on an old stream orders itself. Checked by declarations."""
+"""Several streams of compute: a hook that autograd leaves on an old stream is ordered, as declarations show."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Streams(CpuDevice):
 
 @contextmanager
 def old_hooks(monkeypatch):
-    """Hooks of parameters run on the stream of the first step; autograd joins it before a backward ends."""
+    """Run hooks of parameters on the stream of the first step; autograd joins it before a backward ends."""
     hook, end = Gradients.hook, Gradients._end_task
 
     def on_old(self, unit, index):

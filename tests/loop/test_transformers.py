@@ -33,7 +33,7 @@ def llama(**options):
 
 
 def gpt2():
-    """With a cache, as it is by default: what it gives attention lies otherwise in memory, and rounds otherwise."""
+    """Return a GPT-2 with its default cache: attention's arguments lie otherwise in memory, and round otherwise."""
     return GPT2LMHeadModel(GPT2Config(n_positions=40, n_embd=20, n_layer=3, n_head=2, pad_token_id=0, **SIZES))
 
 
@@ -90,7 +90,7 @@ def test_generate_between_steps(kind, build, tmp_path):
 @pytest.mark.skipif(IS_SIMULATED, reason="what dynamo asks a GPU is not simulated")
 @ENDS
 def test_generate_with_compiled_blocks(kind, tmp_path):
-    """Training keeps caches from them, and generation does not."""
+    """Training keeps caches from compiled blocks; generation does not."""
     options = {"attention_mask": torch.ones_like(ids()), "max_new_tokens": 5, "do_sample": False}
     want = make(llama).eval().generate(ids(), **options)
     model = make(llama)
@@ -148,7 +148,7 @@ def test_what_is_recorded_inside_blocks(kind, policy, asked, tmp_path):
         tmp_path,
         build=build,
         policy=policy,
-        rounding=1e-6 if asked == "output_hidden_states" else 0.0,  # in which order their gradients are added
+        rounding=1e-6 if asked == "output_hidden_states" else 0.0,  # their gradients are added in another order
         optimizer=adamw if asked == "output_router_logits" else lambda m: torch.optim.SGD(m.parameters(), 0.05),
     )
 
@@ -170,7 +170,7 @@ def test_resized_embeddings_are_refused(kind, tmp_path):
     model = make(llama)
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
         step(model, optimizer)
-        gc.collect()  # a graph that is left of it would know the old shape
+        gc.collect()  # a remaining graph would know the old shape
         with pytest.raises(outcore.UnsupportedError, match=r"resize embeddings"):
             model.resize_token_embeddings(70)
             step(model, optimizer)

@@ -53,7 +53,7 @@ from torchao.quantization import (  # noqa: E402
 )
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # peft's and torchao's
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft and torchao warn
 
 WAYS = {
     "int8": Int8WeightOnlyConfig(),
@@ -133,7 +133,7 @@ def test_compiled(kind, how, folder, tmp_path, monkeypatch):
 
 
 def on_meta(folder, kind):
-    """Args: kind: Or what a checkpoint says of itself."""
+    """Args: kind: A key of ``WAYS``, or the configuration of a checkpoint."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     config = TorchAoConfig(copy.deepcopy(WAYS[kind])) if isinstance(kind, str) else kind
@@ -205,7 +205,7 @@ def test_saved_and_resumed(kind, folder, tmp_path):
 
 
 def test_loaded_and_merged_when_the_run_is_over(folder, tmp_path):
-    """Into a run on the disk comes another base."""
+    """A run on the disk loads another base."""
     other = base(folder, "int8")
     for layer in other.model.layers:
         for tensor in tensors_in(layer.mlp.up_proj.weight):
@@ -227,7 +227,7 @@ def test_loaded_and_merged_when_the_run_is_over(folder, tmp_path):
 
 
 def test_what_a_step_takes_is_planned(folder, tmp_path):
-    """From shapes, through the library's own operations; the model is as before."""
+    """The plan comes from shapes, through the library's own operations, and leaves the model as it was."""
     model = loaded(folder, "int4")
     want = inside(model)
     budget = outcore.Budget(device="1MiB", host="64MiB")
@@ -326,7 +326,7 @@ class Passing(nn.Module):
 
 
 def is_the_loop(block, where, folder, activations="device"):
-    """Returns: names of what the first block has."""
+    """Returns: Names of what the first block has."""
 
     def run(model, optimizer):
         losses = []
@@ -368,7 +368,7 @@ def test_a_wrapper_in_a_wrapper(where, tmp_path):
 
 @pytest.mark.parametrize(("where", "activations"), [*((where, "device") for where in WHERE), ("host", "disk")])
 def test_a_wrapper_for_a_call(where, activations, tmp_path):
-    """Around views of a weight that will be elsewhere in backward."""
+    """It wraps views of a weight that will be elsewhere in backward."""
     is_the_loop(Passing, where, tmp_path, activations)
 
 
@@ -389,7 +389,7 @@ def test_refused(folder, tmp_path):
         outcore.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     model = nn.Sequential(Block(), Block())
     free, held = model[0].free.weight, model[1].fixed.weight
-    for other in (free, model[0].fixed.weight.upper.lower):  # one that is trained; a part of what another one has
+    for other in (free, model[0].fixed.weight.upper.lower):  # a trained parameter, and a part of another wrapper
         held.lower = other.data[1:2]
         with pytest.raises(outcore.ConfigError, match=r"'0.f.*weight' and '1.fixed.weight' overlap; .* clone what is"):
             outcore.prepare(model, trained(model))
@@ -410,7 +410,7 @@ def test_refused(folder, tmp_path):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_what_wrappers_share_is_one(where, tmp_path):
-    """With one another and with a frozen parameter: stored once, changed for all, and shared when the run is over."""
+    """They share tensors, also with a frozen parameter: stored once, changed for all, still shared after the run."""
 
     def built():
         torch.manual_seed(3)
@@ -477,7 +477,7 @@ def test_a_wrapper_stays_frozen(tmp_path):
 
 
 def test_a_base_wrapped_in_another_way(folder, tmp_path):
-    """Its bytes are the same, and are read otherwise."""
+    """Its bytes are the same, but are read otherwise."""
     model = loaded(folder, "int8")
     with prepared(model, trained(model), "host", tmp_path) as (model, optimizer):
         save_checkpoint(model, optimizer, tmp_path / "saved", step=1, wait=True)

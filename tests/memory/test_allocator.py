@@ -1,4 +1,4 @@
-"""What the C library's allocator holds back is given back, seldom."""
+"""Memory that the C library's allocator holds back is given back, but seldom."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNK_BYTES, NUM_CHUNKS = 2**16, 1024
 
 
 def fragmented() -> torch.Tensor:
-    """Free 64 MiB below something that stays."""
+    """Free 64 MiB below an allocation that stays."""
     chunks = [torch.ones(CHUNK_BYTES // 4) for _ in range(NUM_CHUNKS)]
     return chunks[-1]
 
@@ -29,13 +29,13 @@ def test_gives_back_what_grew_and_then_rests(clock: list[float]) -> None:
     held.give_back()
     before = resident_bytes()
     top = fragmented()
-    assert resident_bytes() - before > 0.8 * CHUNK_BYTES * NUM_CHUNKS  # else there is nothing to show
+    assert resident_bytes() - before > 0.8 * CHUNK_BYTES * NUM_CHUNKS  # else there is nothing to give back
     held.give_back_if_due()
     assert resident_bytes() - before < 0.2 * CHUNK_BYTES * NUM_CHUNKS
     other = fragmented()
     held.give_back_if_due()
     assert resident_bytes() - before > 0.8 * CHUNK_BYTES * NUM_CHUNKS
-    clock[0] += 2.5  # to touch 64 MiB again takes longer than a hundredth of that
+    clock[0] += 2.5  # too soon: to touch 64 MiB again takes longer than a hundredth of that
     held.give_back_if_due()
     assert resident_bytes() - before > 0.8 * CHUNK_BYTES * NUM_CHUNKS
     clock[0] += 7.5

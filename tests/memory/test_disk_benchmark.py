@@ -1,4 +1,4 @@
-"""The benchmark runs, and says what it measured."""
+"""The benchmark runs, and reports its measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way a disk fails is one typed error that names file, owner and offset; nothing hangs or is silently wrong."""
+"""Every disk failure is one typed error that names file, owner and offset; nothing hangs or is silently wrong."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TMPFS = 0x01021994
 
 
 class FaultyIO:
-    """The real calls, with faults that a test switches on."""
+    """Makes the real calls, with faults that a test switches on."""
 
     def __init__(self):
         self.real = OsDiskIO()
         self.filesystem = None
         self.free = None
-        self.open_errno = {}  # whether O_DIRECT is asked for -> errno
+        self.open_errno = {}  # whether O_DIRECT is requested -> errno
         self.allocate_errno = None
         self.read_limit_bytes = self.write_limit_bytes = None
         self.fail_read_at = self.fail_write_at = (None, 0)  # file offset, errno
@@ -91,7 +91,7 @@ def pattern(nbytes):
 
 @pytest.mark.parametrize("limit", [4096, 3 * 4096 + 5, 2**20])
 def test_short_reads_and_writes_go_on(tmp_path, io, limit):
-    # Dropping the loop, or going on from an unaligned offset, loses bytes or gets EINVAL.
+    # Code that drops the loop, or goes on from an unaligned offset, loses bytes or gets EINVAL.
     nbytes = 2**20 + 8192
     with DiskStore.open([tmp_path], nbytes, io=io) as store:
         extent = store.take(nbytes, owner="unit")
@@ -137,7 +137,7 @@ def test_errors_name_file_owner_offset_and_remedy(tmp_path, io, verb, code):
             assert part in text
         assert ("smartctl" if code == errno.EIO else "free space") in text
         assert caught.value.errno == code
-        # the store itself is not broken by it
+        # The store itself still works.
         setattr(io, f"fail_{verb}_at", (None, 0))
         store.write(extent, pattern(extent.nbytes))
         got = zeros(extent.nbytes)
@@ -146,7 +146,7 @@ def test_errors_name_file_owner_offset_and_remedy(tmp_path, io, verb, code):
 
 
 def test_nothing_touches_the_memory_after_an_error(tmp_path, io):
-    # An error that is raised while other pieces are under way would let them write into memory given to somebody else.
+    # If the error came while other pieces are under way, they could write into memory that has a new owner by then.
     nbytes = 8 * STRIPE_BYTES
     with DiskStore.open([tmp_path], nbytes, io=io) as store:
         extent = store.take(nbytes, owner="unit")

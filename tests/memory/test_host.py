@@ -1,4 +1,4 @@
-"""Host memory is resident, aligned, given back on close, never copied by a fork, and outlives nobody's view."""
+"""Host memory is resident, aligned, given back on close, never copied by a fork, and lives as long as any view."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_is_resident_from_the_start_and_given_back_on_close_even_if_viewed():
     memory.close()
     memory.close()
     assert resident_bytes() - before < 0.2 * NBYTES
-    assert not view.any()  # the addresses stay valid while somebody looks at them
+    assert not view.any()  # the addresses stay valid as long as a view exists
     view.fill_(2.0)
     assert view.sum() == 2.0 * 1024
     assert memory.nbytes == 0
@@ -92,7 +92,7 @@ def test_what_is_touched_later_counts_as_taken_at_once(monkeypatch):
         memory.touch()
         assert resident_bytes() - before >= 2**21
         assert memory.tensor[5] == 3
-        HostMemory.open(2**21).close()  # the system counts it now
+        HostMemory.open(2**21).close()  # the system counts these pages now
 
 
 def test_a_system_that_refuses(monkeypatch):

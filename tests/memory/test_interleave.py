@@ -1,4 +1,4 @@
-"""Arenas over all NUMA nodes: which nodes, which system call, and nothing at all where there is nothing to do."""
+"""Arenas are spread over all NUMA nodes: which nodes, which system call, and no call where it is not needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARM = SimpleNamespace(get_mempolicy=236, mbind=235, name="aarch64")
 
 
 class Kernel:
-    """Takes the place of ``syscall``."""
+    """Stands in for ``syscall``."""
 
     def __init__(self, policy=0, mbind=0, machine=X86):
         self.policy, self.mbind, self.machine = policy, mbind, machine
@@ -106,7 +106,7 @@ def resident():
 
 
 def test_this_kernel(monkeypatch):
-    # Of the two nodes, the kernel takes those that it has.
+    # The kernel uses only those of the two nodes that exist.
     monkeypatch.setattr(module, "memory_nodes", lambda: (0, 1))
     answers = []
     real = module._syscall()
@@ -153,7 +153,7 @@ TWO = node(0, "0-3") | node(1, "4-7")
     [
         (range(8), TWO | status("0-1"), (0, 1)),
         (range(8), TWO | status("0-63"), (0, 1)),
-        (range(8), TWO | status("1"), (1,)),  # the rest of the memory belongs to others
+        (range(8), TWO | status("1"), (1,)),  # other processes have the memory of node 0
         (range(4), TWO | status("0-1"), (0,)),  # bound to one socket
         (range(8), TWO | node(2, "") | node(10, "") | status("0-2,10"), (0, 1)),  # memory of an accelerator
         (range(8), node(10, "0-3") | node(9, "4-7") | status("9,10"), (9, 10)),

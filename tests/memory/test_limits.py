@@ -1,4 +1,4 @@
-"""What is free, read from faked /proc and /sys/fs/cgroup of both versions."""
+"""Free memory, read from faked /proc and from /sys/fs/cgroup of both versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests take turns, errors wait for what is under way, nobody waits for ever."""
+"""Requests take turns, errors wait for pieces that are under way, and no caller waits forever."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_an_interrupted_caller_waits_for_what_is_under_way(pool, monkeypatch):
     monkeypatch.setattr(pool, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.run(work, range(9), stall_timeout_s=10)
-    assert ended == [0]  # the one that was under way, and no other later
+    assert ended == [0]  # the piece that was under way, and no later one
     pool.run(ended.append, ["next"], stall_timeout_s=10)
     assert ended == [0, "next"]
 
@@ -174,7 +174,7 @@ def test_an_idle_pool_holds_no_piece(pool):
     alive = weakref.ref(piece)
     pool.run(lambda piece: None, [piece], stall_timeout_s=10)
     del piece
-    for _ in range(1000):  # the thread is still on its way back to waiting
+    for _ in range(1000):  # the thread may still be on its way back to waiting
         gc.collect()
         if alive() is None:
             break

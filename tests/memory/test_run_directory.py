@@ -1,4 +1,4 @@
-"""Two runs never meet, no way to end leaves data behind, and only dead runs' own folders are removed."""
+"""Two runs never meet, no way to end leaves data behind, and only folders of dead runs are removed."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def test_the_owner_file_tells_a_person_who_holds_how_much(tmp_path):
 
 
 def dead_owner(tmp_path):
-    """The owner file of a run that is no more."""
+    """Return the owner file of a run that has ended."""
     with RunDirectory.create(tmp_path) as directory:
         owner = json.loads((directory.path / OWNER_NAME).read_text())
     return owner | {"start_time_ticks": 1}
 
 
 def test_a_dead_folder_is_reclaimed_but_not_a_persons_file_in_it(tmp_path):
-    # The counterpart of the test below: the same folder with everything in order is removed.
+    # The counterpart of the test below: here everything is in order, and the same folder is removed.
     owner = dead_owner(tmp_path)
     for name in ("outcore-1-00000000", "outcore-2-00000000"):
         (tmp_path / name).mkdir()

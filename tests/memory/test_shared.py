@@ -1,4 +1,4 @@
-"""Memory of several processes: seen by all, in no folder, gone with the last of them however it ends."""
+"""Memory shared by processes: visible to all, in no folder, and gone with the last of them, however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a drive returns is what was written, or an error that names owner, file and offset: whatever the drive does."""
+"""Whatever a drive does, a read returns what was written, or raises an error that names owner, file and offset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outcore.memory.sums import SEGMENT_BYTES, Sums
 
 PAGE, SECTOR = 4096, 512
 START, STOP = 3 * PAGE, 3 * SEGMENT_BYTES + 5 * PAGE
-"""Of an extent whose first and last segments are short."""
+"""Bounds of an extent whose first and last segments are short."""
 
 
 def random_bytes(nbytes, seed=0):
@@ -106,7 +106,7 @@ def test_extents_share_no_sum():
 
 
 class BadDrive(OsDiskIO):
-    """Reports every write as done, and does with the next one as told: ``lost``, ``elsewhere`` or ``half``."""
+    """Reports every write as done. ``then`` says what happens to the next one: ``lost``, ``elsewhere`` or ``half``."""
 
     then = ""
 
@@ -144,7 +144,7 @@ def test_writes_that_a_drive_loses_are_named_when_they_are_read(how, part, tmp_p
 
 
 def flip(nbytes_before: int, bit: int = 0) -> None:
-    """Change a bit of the one store's file behind its back."""
+    """Flip a bit in the file of the only store, without the store's knowledge."""
     link = next(fd for fd in Path("/proc/self/fd").iterdir() if os.path.lexists(fd) and "/data (del" in os.readlink(fd))
     fd = os.open(link, os.O_RDWR)
     try:

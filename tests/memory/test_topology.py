@@ -1,4 +1,4 @@
-"""Cores by NUMA node, read from a faked /sys, /proc and affinity."""
+"""Cores by NUMA node, read from faked /sys, /proc and affinity."""
 
 from __future__ import annotations
 

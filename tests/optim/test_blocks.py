@@ -1,4 +1,4 @@
-"""Blocked updates are, bit for bit, torch's fused step over whole parameters."""
+"""Blocked updates equal torch's fused step over whole parameters, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMELS = (1, 63, 64, 65, 199, 4097)
 
 
 def scratch_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Poisoned, so that a read before a write shows."""
+    """Return poisoned scratch, so that a read before a write shows."""
     return torch.full((numel * dtype.itemsize,), 0xFF, dtype=torch.uint8)
 
 
@@ -37,7 +37,7 @@ def test_every_rule_and_option(name, dtype):
 
 @pytest.mark.parametrize("name", ["adamw", "sgd nesterov", "adagrad decay"])
 def test_bf16_recipe(name):
-    """bf16 gradients, two factors, fp32 masters and states, bf16 weights out."""
+    """The recipe: bf16 gradients, two factors, fp32 masters and states, bf16 weights out."""
     plain, blocked = (
         PlainLoop(OPTIMIZERS[name], NUMELS),
         Blocked(OPTIMIZERS[name], NUMELS, weights_dtype=torch.bfloat16),
@@ -79,7 +79,7 @@ def test_large_parameter_in_blocks_of_many_sizes(numel):
 
 
 def test_place_in_memory_does_not_matter():
-    """Parts of one arena, each at an offset that is no multiple of a cache line."""
+    """Tensors are parts of one arena, each at an offset that is no multiple of a cache line."""
     plain, blocked = PlainLoop(OPTIMIZERS["adamw"], NUMELS), Blocked(OPTIMIZERS["adamw"], NUMELS)
     arena, taken = torch.zeros(100_000), 1
 
@@ -98,7 +98,7 @@ def test_place_in_memory_does_not_matter():
 
 
 def test_zeroed_gradients_keep_what_a_factor_does_to_them():
-    """As p.grad.zero_().mul_(factor): an infinite factor gives NaN, and the old gradient is not read."""
+    """Equal to p.grad.zero_().mul_(factor): an infinite factor gives NaN, and the old gradient is not read."""
     for factor in (torch.tensor(2.0), torch.tensor(torch.inf)):
         plain, blocked = PlainLoop(OPTIMIZERS["adamw"], NUMELS), Blocked(OPTIMIZERS["adamw"], NUMELS)
         plain.step([torch.zeros(n) for n in NUMELS], (factor,))
@@ -108,7 +108,7 @@ def test_zeroed_gradients_keep_what_a_factor_does_to_them():
 
 
 def test_two_groups_of_one_optimizer():
-    """Interleaved, different only in one number."""
+    """The groups are interleaved and differ in one number only."""
     fast, slow = Blocked(OPTIMIZERS["adamw"], (199, 65)), Blocked(OPTIMIZERS["adamw"], (64, 77))
     slow.groups[0]["lr"] = 1e-5
     want = [PlainLoop(OPTIMIZERS["adamw"], (199, 65)), PlainLoop(OPTIMIZERS["adamw"], (64, 77))]
@@ -124,7 +124,7 @@ def test_two_groups_of_one_optimizer():
 
 
 def test_settings_steps_and_dtypes_may_differ_from_piece_to_piece():
-    """Two groups, interleaved; a parameter that steps for the first time beside one that does not."""
+    """Two groups, interleaved; one parameter makes its first step beside another that is already at its second."""
     makes = [OPTIMIZERS["sgd dampening"], OPTIMIZERS["adam decay amsgrad"], OPTIMIZERS["sgd dampening"]]
     plains = [PlainLoop(makes[0], [199]), PlainLoop(makes[1], [65], torch.bfloat16), PlainLoop(makes[2], [77])]
     blocked = [Blocked(makes[0], [199]), Blocked(makes[1], [65], torch.bfloat16), Blocked(makes[2], [77])]

@@ -1,4 +1,4 @@
-"""Compact masters: every bit pattern of fp32 comes back, whatever lies beside it, and updates have the bits of fp32."""
+"""Compact masters: every bit pattern of fp32 comes back, whatever its neighbours, and updates have the bits of fp32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIE_DOWN, TIE_UP = 0x3F808000, 0x3F818000  # the upper half is even, and odd
 
 
 def stored(bits):
-    """Of masters (int32, 1D): weights, lower halves and codes."""
+    """Return weights, lower halves and codes of masters (int32, 1D)."""
     weights, lower = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
     codes = torch.empty(-(-len(bits) // ROW_NUMEL), dtype=torch.uint8)
     close_masters(bits.view(torch.float32).clone(), weights, lower, codes)
@@ -34,7 +34,7 @@ def stored(bits):
 def assert_exact(bits):
     weights, lower, codes = stored(bits)
     got = masters_of(weights, lower, codes).view(torch.int32)
-    quiet = ((bits & 0x7FFF0000) == 0x7F800000) & ((bits & 0xFFFF) != 0)  # signalling, with no upper half of their own
+    quiet = ((bits & 0x7FFF0000) == 0x7F800000) & ((bits & 0xFFFF) != 0)  # signalling NaNs with infinity's upper half
     assert torch.equal(got, torch.where(quiet, bits | 0x400000, bits))
     value = bits.view(torch.float32)
     assert torch.equal(weights.isnan(), value.isnan())
@@ -45,7 +45,7 @@ def assert_exact(bits):
 
 
 def patterns():
-    """Every upper half, with lower halves at and beside all borders."""
+    """Return every upper half, with lower halves at and beside all borders."""
     upper = torch.arange(-32768, 32768, dtype=torch.int32) << 16
     return (upper[:, None] | torch.tensor(LOWER, dtype=torch.int32)).view(-1)
 
@@ -69,7 +69,7 @@ def test_a_row_may_have_any_number_of_ties(numel):
     for tie in (TIE_DOWN, TIE_UP, TIE_DOWN - 2**31):
         codes = assert_exact(torch.full((numel,), tie, dtype=torch.int32))
         assert bool((codes < HAS_NAN).all()) == (tie != TIE_UP)
-    others = torch.arange(numel, dtype=torch.int32)  # which take as many lower halves as they can
+    others = torch.arange(numel, dtype=torch.int32)  # as many different lower halves as possible
     for offset in (0, 0x7F80, 0xFFFF0000 - 2**32):
         bits = torch.where(others % 128 == 5, TIE_DOWN, 0x3F800000 + offset + others)
         assert_exact(bits.int())
@@ -98,7 +98,7 @@ def test_any_row_comes_back(row):
 
 @pytest.mark.parametrize("rounds", [False, True])
 def test_no_row_need_be_left_out(rounds, monkeypatch):
-    """On a device nobody waits to learn which rows need it; and a CPU may round subnormal numbers otherwise."""
+    """Coding every row changes nothing: a device does not wait to learn which rows need it."""
     bits = torch.cat([patterns()[::7], torch.full((77,), TIE_DOWN, dtype=torch.int32)])
     want = stored(bits)
     choose = compact._chosen
@@ -128,7 +128,7 @@ def _flushing(copy):
 
 MAKES = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
-    "dyadic": lambda p: torch.optim.SGD(p, lr=2.0**-6),  # whose masters have few digits, and many ties
+    "dyadic": lambda p: torch.optim.SGD(p, lr=2.0**-6),  # masters with few digits, and so many ties
     "lion": lambda p: Lion(p, lr=2.0**-9),
     "muon": lambda p: torch.optim.Muon(p, lr=1e-2),
     "adamw:8bit": lambda p: torch.optim.AdamW([{"params": p, "state_format": "8bit"}], lr=1e-2),
@@ -180,7 +180,7 @@ class Run:
             update_blocks(share, scratch)
 
     def seen(self):
-        """Master, weights and moments, as bytes."""
+        """Return master, weights and moments, as bytes."""
         master = self.master
         if self.is_compact:
             master = masters_of(self.weights, self.states["master"], self.states[CODES])

@@ -1,4 +1,4 @@
-"""States in bf16 and in 8 bits: what is stored, and that cuts do not change it."""
+"""States in bf16 and in 8 bits: what is stored, and that it does not depend on how parameters are cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAKES = {
 
 
 class Run:
-    """One parameter whose states are stored in a format, updated in any cuts."""
+    """One parameter whose states are stored in a format, updated with any cuts."""
 
     def __init__(self, name, chosen, numel):
         param = torch.nn.Parameter(random(numel, 0))
@@ -86,7 +86,7 @@ def test_any_cut_gives_the_same_bits(numel, room, workers, chosen):
 
 
 def test_a_step_is_the_fp32_step_of_what_was_stored():
-    """Between two steps only the rounding of states lies."""
+    """Only the rounding of states lies between two steps."""
     run, numel = Run("adamw", "bf16", 5000), 5000
     param = torch.nn.Parameter(run.target.clone())
     plain = torch.optim.AdamW([param], lr=1e-2, weight_decay=0.1, fused=True)
@@ -98,7 +98,7 @@ def test_a_step_is_the_fp32_step_of_what_was_stored():
         plain.step()
         run.step(number, param.grad)
         assert_same_bits([run.target], [param.detach()])
-        for name in ("exp_avg", "exp_avg_sq"):  # rounded to one of the two neighbours
+        for name in ("exp_avg", "exp_avg_sq"):  # each value is rounded to one of its two neighbours
             exact, stored = plain.state[param][name], run.states[name].float()
             assert bool(((stored - exact).abs() <= exact.abs() * 2**-7).all())
 
@@ -111,7 +111,7 @@ def test_rounding_is_right_on_average_and_differs_from_step_to_step():
         seen.append(states["m"].float())
     assert set(torch.cat(seen).unique().tolist()) == {1.0, 1.0 + 2**-7}
     mean = torch.stack(seen).double().mean()
-    assert abs(float(mean) - value) < 5 * 2**-7 * 0.34 / 1024  # five deviations of the mean of 2**20 draws
+    assert abs(float(mean) - value) < 5 * 2**-7 * 0.34 / 1024  # five standard deviations of the mean of 2**20 draws
     assert float((seen[0] == seen[1]).float().mean()) < 0.9
     up = torch.stack([s > 1 for s in seen]).double()
     assert abs(float((up[:, 1:] * up[:, :-1]).mean()) - 1 / 64) < 1e-3  # neighbours are independent
@@ -122,7 +122,7 @@ def test_what_bf16_has_stays_as_it_is(value):
     states = {"m": torch.zeros(300, dtype=torch.bfloat16)}
     encode("m", states, Codes({"m": "bf16"}, 7), torch.full((300,), value), 0, 1)
     assert torch.equal(states["m"].view(torch.int16), torch.full((300,), value, dtype=torch.bfloat16).view(torch.int16))
-    for bits in (-1, 0x7FFFFFFF, 0x7F800001, 0x7FC00000):  # NaNs, which noise could make numbers of
+    for bits in (-1, 0x7FFFFFFF, 0x7F800001, 0x7FC00000):  # NaNs, which noise could turn into numbers
         encode(
             "m", states, Codes({"m": "bf16"}, 7), torch.full((300,), bits, dtype=torch.int32).view(torch.float32), 0, 1
         )
@@ -148,11 +148,11 @@ def test_noise_of_small_parameters_is_not_kept():
     encode("m", large, Codes({"m": "bf16"}, 7), torch.ones(2**16), 0, 1)
     info, kept = formats._period_on_host.cache_info(), formats._period_on_host(7, 1)
     assert info.currsize == 1
-    assert 8 <= info.maxsize <= NOISE_BYTES // kept.nbytes  # which plans count
+    assert 8 <= info.maxsize <= NOISE_BYTES // kept.nbytes  # plans count this many bytes
 
 
 class Signed(Rule):
-    """Its state has a name that torch has for one that is never negative."""
+    """One of its states has a name that torch uses for a state that is never negative."""
 
     def states(self, shape, settings):
         return {"sum": State(), "squares": State(is_unsigned=True), "own": State(dtype=torch.bfloat16)}
@@ -175,8 +175,8 @@ def test_a_rule_says_which_states_are_never_negative():
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_8_bits_are_those_of_others(name):
-    """The definition of bitsandbytes: maps, the scale of 256 elements, the nearest code (``argmin`` in its reference
-    kernel). And what torchao does.
+    """They follow bitsandbytes: maps, the scale of 256 elements, and the nearest code (``argmin`` in its reference
+    kernel). They equal torchao's, too.
     """
     x = random(2**14 + 77, 1) * random(2**14 + 77, 2).exp() ** 4
     x = x.square() if name == "exp_avg_sq" else x
@@ -203,7 +203,7 @@ def test_8_bits_are_those_of_others(name):
 
 
 def dynamic_map(*, is_signed):
-    """``bitsandbytes.functional.create_dynamic_map``, for 7 exponent bits and 8 bits in all."""
+    """Build ``bitsandbytes.functional.create_dynamic_map``, for 7 exponent bits and 8 bits in all."""
     data = [0.0, 1.0]
     for i in range(7):
         bounds = torch.linspace(0.1, 1, (2**i if is_signed else 2 ** (i + 1)) + 1)
@@ -233,7 +233,7 @@ def test_formats_that_do_not_fit(make, dtype, chosen, message):
 
 
 def test_what_is_slower_is_said_to_be():
-    """For the planner."""
+    """The planner reads this cost."""
     cost = {}
     for name, chosen in (("adamw", "fp32"), ("adamw", "bf16"), ("adamw", "8bit"), ("lion", "fp32")):
         make = MAKES[name]

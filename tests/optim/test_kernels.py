@@ -1,4 +1,4 @@
-"""The private kernels, the check at first use and what stands in when it fails."""
+"""The private kernels, the check at first use, and what replaces a kernel that fails it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KERNELS = {"adamw": "_fused_adamw_", "adam": "_fused_adam_", "sgd": "_fused_sgd_
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
-    """Each test is the first to use every kernel. One thread: the fused kernels wake all of them for one element."""
+    """Make each test the first to use every kernel. One thread: the fused kernels wake all threads for one element."""
     monkeypatch.setattr(kernels, "_steppers", {})
     monkeypatch.setattr(kernels, "_norm_takers", {})
     count = torch.get_num_threads()
@@ -98,7 +98,7 @@ def test_the_check_takes_no_random_numbers():
 
 
 def test_step_numbers_stand_still_where_those_of_torch_do():
-    """torch counts in fp32 by adding one; Adagrad's rate decays with the count."""
+    """torch counts steps in fp32 by adding one; Adagrad's rate decays with the count."""
     plain, blocked = PlainLoop(OPTIMIZERS["adagrad decay"], [199]), Blocked(OPTIMIZERS["adagrad decay"], [199])
     plain.optimizer.state[plain.params[0]]["step"].fill_(2.0**24)
     plain.step([random(199, 0)])
@@ -119,7 +119,7 @@ def test_norms_are_those_of_clip_grad_norm(dtype):
     tensors.append(random(65 * 33, 5, dtype).view(65, 33))
     arena = torch.zeros(1 << 18, dtype=dtype)
     flat, start = [], 3
-    for tensor in tensors:  # as gradients lie in a bucket: flat, at any offset
+    for tensor in tensors:  # flat, at any offset, like gradients in a bucket
         flat.append(arena[start : start + tensor.numel()].copy_(tensor.reshape(-1)))
         start += tensor.numel() + 5
     taken = kernels.norms(flat)

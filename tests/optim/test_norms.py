@@ -1,4 +1,4 @@
-"""The norm of several ranks has the same bits however a parameter is cut."""
+"""The norm over several ranks has the same bits however a parameter is cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outcore.optim.norms import block_sums, node_sums, norm_of, num_blocks, whol
 
 
 def norm(values: torch.Tensor, cuts: list[int], factors: tuple[torch.Tensor, ...] = ()) -> float:
-    """As ranks take it that have blocks between these cuts."""
+    """Compute the norm as ranks do that have the blocks between these cuts."""
     count, nodes = num_blocks(values.numel()), {}
     for first, stop in zip([0, *cuts], [*cuts, count], strict=True):
         sums = block_sums(values[first * CUT_NUMEL : stop * CUT_NUMEL], factors)

@@ -80,7 +80,7 @@ def test_states_start_where_torch_starts_them():
     groups = [{"params": [first]}, {"params": [second], "initial_accumulator_value": 0.7}]
     optimizer = torch.optim.Adagrad(groups, initial_accumulator_value=0.3)
     rule = rule_for(optimizer)
-    for param in (first, second):  # torch ignores the value in the group, so must we
+    for param in (first, second):  # torch ignores the value in the group, so we must, too
         form = rule.states(param, optimizer.param_groups[0])["sum"]
         assert optimizer.state[param]["sum"].tolist() == [pytest.approx(form.initial)] * 3
 
@@ -102,7 +102,7 @@ class OtherStates(torch.optim.SGD):
 def test_a_subclass_with_the_same_step_is_supported():
     optimizer = Renamed(params())
     assert rule_for(optimizer).kinds[0].name == "AdamW"
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # schedulers wrap `step` of the object
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # schedulers wrap the object's `step`
     assert rule_for(optimizer).kinds[0].name == "AdamW"
 
 
@@ -123,7 +123,7 @@ def test_any_other_optimizer_is_refused_by_name(kind):
 
 
 class SGD(Lion):
-    """Not torch's."""
+    """A rule of the user's own with the name of torch's."""
 
     def states(self, shape, settings):
         return {"sum": State(initial=0.5)}
@@ -151,7 +151,7 @@ def test_who_is_refused_hears_what_to_take():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_steps_of_sgd_that_count(fused):
-    """With dampening those before the first that has momentum leave no trace."""
+    """With dampening, steps before the first one with momentum leave no trace."""
     for momentum, dampening, want in ((0.0, 0.5, False), (0.9, 0.5, True), (0.0, 0.0, True)):
         optimizer = torch.optim.SGD(params(), momentum=momentum, dampening=dampening, fused=fused)
         assert counts(rule_for(optimizer).hyper(optimizer.param_groups[0])) is want

@@ -1,4 +1,4 @@
-"""Sums of gradients by block: the bits of torch's own operations, whoever runs the blocks, in any order."""
+"""Sums of gradients by block: the bits of torch's own operations, whichever worker runs a block, in any order."""
 
 from __future__ import annotations
 

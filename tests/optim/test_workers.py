@@ -1,4 +1,4 @@
-"""Update workers: threads, errors, forks, ends."""
+"""Update workers: threads, errors, forks and how they end."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_workers_are_bound_to_nodes_in_proportion(topology, spare, counts):
         (nodes(8, 8), [[2, 0]] * 4 + [[0, 2]] * 4),
         (nodes(8, 4), [[4, 0], [4, 0], [0, 4]]),
         (nodes(4, 4), [[2, 0], [1, 1], [0, 2]]),
-        (nodes(2, 2), [[1, 0]] * 3 + [[0, 1]] * 3),  # more than there are cores
+        (nodes(2, 2), [[1, 0]] * 3 + [[0, 1]] * 3),  # more processes than cores
     ],
 )
 def test_processes_deal_nodes_out(topology, of_each):
@@ -188,7 +188,7 @@ def test_binding_is_that_of_the_workers_alone(monkeypatch):
     monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", look)
     with UpdateWorkers() as workers:
         workers.run(Blocked(OPTIMIZERS["adamw"], (2 * LEAST_SHARE_NUMEL,)).pieces(1, [None]))
-    assert sorted(seen, key=len) == sorted([{cpu}, mine], key=len)  # no such CPU: that one runs anywhere
+    assert sorted(seen, key=len) == sorted([{cpu}, mine], key=len)  # no such CPU: its worker runs anywhere
     assert os.sched_getaffinity(0) == mine
 
 
@@ -259,7 +259,7 @@ def test_a_fork_refuses_to_run_and_closes_quietly():
 
 
 def test_the_fastest_size_of_blocks_is_found():
-    """Whichever it is; without trying what lies beyond a size that is slower."""
+    """Any size can be the fastest; sizes beyond a slower one are not tried."""
     for num_workers, fastest, tried in (
         (2, MOST_BYTES, {1, 2, 4, 8}),
         (2, LEAST_BYTES, {4, 2, 1, 0.5}),
@@ -276,7 +276,7 @@ def test_the_fastest_size_of_blocks_is_found():
         assert all(seen.count(size) == TRIALS for size in set(seen) - {fastest})
         assert sizes.take("another kind") == USUAL_BYTES
     many = BlockSizes(64)
-    many.took("kind", USUAL_BYTES, 64 * TOLD_NUMEL - 1, 1.0)  # too few to tell anything
+    many.took("kind", USUAL_BYTES, 64 * TOLD_NUMEL - 1, 1.0)  # too few elements to learn from
     assert not many.kinds
     for _ in range(30):
         size = many.take("kind")
@@ -285,11 +285,11 @@ def test_the_fastest_size_of_blocks_is_found():
 
 
 def test_updates_look_for_it(monkeypatch):
-    """In turn, and the bits are those of any size."""
+    """Sizes are tried in turn, and the bits are the same for any size."""
     numels = (TOLD_NUMEL + 64, 199)
     plain, blocked = PlainLoop(OPTIMIZERS["adamw"], numels), Blocked(OPTIMIZERS["adamw"], numels)
     ticks, taken = itertools.count(), []
-    monkeypatch.setattr("outcore.runtime.updates.workers.time.perf_counter", lambda: next(ticks))  # all sizes alike
+    monkeypatch.setattr("outcore.runtime.updates.workers.time.perf_counter", lambda: next(ticks))  # equal times
     with UpdateWorkers(1) as workers:
         for step in range(1, 4 * TRIALS):
             grads = [random(n, step, torch.float32) for n in numels]

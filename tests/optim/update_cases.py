@@ -50,11 +50,11 @@ OPTIMIZERS = {
     "lion": lambda p: Lion(p, lr=1e-2, weight_decay=0.1, maximize=True),
 }
 FUSED = [name for name in OPTIMIZERS if OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))]).defaults.get("fused")]
-"""Those whose kernels are torch's fused ones."""
+"""Optimizers whose kernels are torch's fused ones."""
 
 
 def fused_sgd_is_broken() -> bool:
-    """Whether this torch skips most of a bf16 parameter (pytorch issue 191763)."""
+    """Return whether this torch skips most of a bf16 parameter (pytorch issue 191763)."""
     param = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
     param.grad = torch.ones_like(param)
     torch.optim.SGD([param], lr=0.5, fused=True).step()
@@ -66,7 +66,7 @@ def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 class PlainLoop:
-    """Whole parameters stepped by torch: what everything else must equal."""
+    """Whole parameters stepped by torch: the reference for everything else."""
 
     def __init__(self, make, numels, dtype=torch.float32):
         self.params = [torch.nn.Parameter(random(n, i, dtype)) for i, n in enumerate(numels)]
@@ -121,7 +121,7 @@ def _begun(form, target):
 
 
 def assert_same_bits(got, want):
-    """Equal also where both are NaN; torch.equal is not."""
+    """Compare so that NaN equals NaN; torch.equal does not."""
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype

@@ -1,8 +1,8 @@
-"""Every architecture of Transformers, tiny: two steps of a plain loop, and two with as little on the device as fits.
+"""Every architecture of Transformers, tiny: two steps of a plain loop, and two steps with the least device memory.
 
-An architecture that cannot be made tiny from its configuration alone, or whose plain loop fails with such sizes, is
-left out and counted. The others must have the plain loop's losses, weights and buffers, bit for bit; those of which
-docs/exceptions.md says that a sum's order is not defined, to rounding.
+An architecture is left out and counted if it cannot be made tiny from its configuration alone, or if its plain loop
+fails with such sizes. The others must have the plain loop's losses, weights and buffers bit for bit; where
+docs/exceptions.md says that the order of a sum is not defined, they must have them up to rounding.
 
 python tests/outside/architectures.py --report report.md
 python tests/outside/architectures.py --task image --kinds beit vit
@@ -39,10 +39,10 @@ TASKS: Mapping[str, Mapping[str, Any]] = {
     "audio": auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
 }
 USED_ELSEWHERE = frozenset({"flaubert", "funnel", "inkling2_text", "xlm"})
-"""Blocks use an argument more than once that is used outside of them, too."""
+"""Kinds whose blocks use an argument more than once that is also used outside of them."""
 MOST_PARAMETERS, ROUNDING, MOST_S = 20_000_000, 2e-5, 180
 SHARES = (0.5, 0.7, 0.9, 1.2, 2.0, 4.0, 10.0)
-"""Of the bytes of weights, as device budgets: the least that fits is taken."""
+"""Device budgets as shares of the bytes of weights; the least that fits is used."""
 
 SIZES = {
     32: "hidden_size n_embd d_model dim embedding_size word_embed_proj_dim attention_hidden_size emb_dim embed_dim "
@@ -88,7 +88,7 @@ LESS = {
 
 
 class Outcome(NamedTuple):
-    """Of one architecture: equal, rounding, different, refused, failed or left out."""
+    """The outcome of one architecture: equal, rounding, different, refused, failed or left out."""
 
     verdict: str
     why: str = ""
@@ -116,7 +116,7 @@ def config_of(kind: str) -> Any:
 
 
 def batch_for(task: str, config: Any) -> dict[str, torch.Tensor]:
-    """Two rows."""
+    """A batch of two rows."""
     generator = torch.Generator().manual_seed(1)
     if task == "audio":
         return {"input_values": torch.randn(2, 4000, generator=generator), "labels": torch.tensor([0, 1])}
@@ -129,7 +129,7 @@ def batch_for(task: str, config: Any) -> dict[str, torch.Tensor]:
 
 
 def train(model: nn.Module, optimizer: Any, batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Two steps; their losses."""
+    """Train two steps. Returns their losses."""
     losses = []
     for step in range(2):
         torch.manual_seed(step)
@@ -145,19 +145,19 @@ def train(model: nn.Module, optimizer: Any, batch: Mapping[str, torch.Tensor]) -
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Of all its parameters."""
+    """AdamW for all parameters of a model."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
 def compare(task: str, kind: str) -> Outcome:
-    """One architecture with both loops."""
+    """Compare both loops on one architecture."""
     try:
         model = model_of(task, kind)
         if isinstance(model, Outcome):
             return model
         batch, plain = batch_for(task, model.config), copy.deepcopy(model)
         losses = train(plain, adamw(plain), batch)
-    except Exception as error:  # of any library
+    except Exception as error:  # from any library
         text = str(error).splitlines()[0][:100] if str(error) else ""
         return Outcome("left out", f"{type(error).__name__}: {text}")
     try:
@@ -175,7 +175,7 @@ def compare(task: str, kind: str) -> Outcome:
 
 
 def model_of(task: str, kind: str) -> Any:
-    """A tiny one in training, or why it is left out."""
+    """Return a tiny model in training mode, or the reason why it is left out."""
     config, name = config_of(kind), TASKS[task][kind]
     build = getattr(transformers, name if isinstance(name, str) else name[0])
     with torch.device("meta"):
@@ -205,7 +205,7 @@ def _stop(_signum: int, _frame: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns: How many are different or failed."""
+    """Returns: The number of architectures that are different or failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS)
     parser.add_argument("--kinds", nargs="*", help="by default all")
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(found: Mapping[str, Mapping[str, Outcome]]) -> str:
-    """As Markdown."""
+    """Write the report as Markdown."""
     verdicts = ("equal", "rounding", "different", "failed", "refused", "left out")
     lines = [f"| task | {' | '.join(verdicts)} |", "|---" * (len(verdicts) + 1) + "|"]
     for task, kinds in found.items():

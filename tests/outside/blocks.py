@@ -1,4 +1,4 @@
-"""Blocks that random models are made of: what people put into a layer, small and with everything that can go wrong."""
+"""Blocks of which random models are made: small versions of common layers, with everything that can go wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCAB = 29
 
 
 class Trip:
-    """Raises once, where it is told to: in forward, in backward, or in what backward runs again."""
+    """Raises once at a given place: in forward, in backward, or in the recompute."""
 
     def __init__(self) -> None:
         self.where: str | None = None
@@ -40,9 +40,7 @@ class _Tripwire(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, trip: Trip) -> torch.Tensor:
         ctx.trip = trip
-        ctx.set_materialize_grads(
-            False
-        )  # zeros are made where a hook on the block has autograd come (docs/exceptions.md)
+        ctx.set_materialize_grads(False)  # a hook on the block makes autograd fill in zeros (docs/exceptions.md)
         return x.view_as(x)
 
     @staticmethod
@@ -79,10 +77,10 @@ CALLS = ("position", "keyword", "state")
 
 
 class Block(nn.Module):
-    """A unit: what is computed is ``inner``; how it is called and what it returns varies."""
+    """A unit around ``inner``; how it is called and what it returns varies."""
 
     def __init__(self, inner: nn.Module, *, style: str, call: str, trips: bool, ends: bool) -> None:
-        """Args: ends: Backward needs the result itself."""
+        """Args: ends: Whether backward needs the result itself."""
         super().__init__()
         self.inner, self.style, self.call, self.trips, self.ends = inner, style, call, trips, ends
         self.trip = Trip()
@@ -102,7 +100,7 @@ class Block(nn.Module):
         return STYLES[self.style][0](y, aux)
 
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Call it the way it wants to be called."""
+        """Call the block in its own style."""
         if self.call == "position":
             result = self(x)
         elif self.call == "keyword":
@@ -126,7 +124,7 @@ class Mlp(nn.Module):
 
 
 class Attention(nn.Module):
-    """Scaled dot products; another projection per role, or one for all."""
+    """Scaled dot-product attention, with a projection for each role or one for all."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -145,7 +143,7 @@ class Attention(nn.Module):
 
 
 class Multihead(nn.Module):
-    """torch's own attention, which reads the weights of its projection without calling it."""
+    """torch's own attention, which reads the weights of a projection without calling it."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -171,7 +169,7 @@ class Encoder(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Along time, with a norm over groups or batches."""
+    """A convolution along time, with a norm over groups or batches."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -185,7 +183,7 @@ class Convolution(nn.Module):
 
 
 class Image(nn.Module):
-    """Two dimensions, channels of its own."""
+    """A convolution in two dimensions, with channels of its own."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -197,7 +195,7 @@ class Image(nn.Module):
 
 
 class Running(nn.Module):
-    """Buffers changed in forward: a mean, a counter, one that is replaced."""
+    """Buffers that forward changes: a mean, a counter, and one that is replaced."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -218,7 +216,7 @@ class Running(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """LSTM or GRU, one or two layers."""
+    """An LSTM or GRU with one or two layers."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -228,7 +226,7 @@ class Recurrent(nn.Module):
         self.rnn = kind(width, width, layers, batch_first=True, dropout=0.1 if layers == 2 else 0.0)
 
     def forward(self, x: torch.Tensor) -> Any:
-        # oneDNN has no bf16 LSTM for every CPU. A simulated GPU looks at the flag late, for whatever else runs then.
+        # oneDNN has no bf16 LSTM for some CPUs. The simulated GPU reads the flag late, when it may affect other work.
         with torch.backends.mkldnn.flags(enabled=x.is_cuda):
             return x + self.rnn(self.norm(x))[0], None
 
@@ -255,7 +253,7 @@ class Experts(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Saves memory by itself."""
+    """A layer that checkpoints its activations by itself."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -267,7 +265,7 @@ class Checkpointed(nn.Module):
 
 
 class Twice(nn.Module):
-    """A weight used twice, once transposed, and a submodule called twice."""
+    """A weight that is used twice, once transposed, and a submodule that is called twice."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -280,7 +278,7 @@ class Twice(nn.Module):
 
 
 class Bare(nn.Module):
-    """Parameters of all shapes: a number, a vector, lists, slices, one that nobody uses."""
+    """Parameters of all shapes: a number, a vector, lists, slices, and one that is not used."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -299,7 +297,7 @@ class Bare(nn.Module):
 
 
 class Noise(nn.Module):
-    """Random numbers of its own, beside dropout's."""
+    """Random numbers of its own, besides dropout's."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -311,7 +309,7 @@ class Noise(nn.Module):
 
 
 class Either(nn.Module):
-    """One of two layers, as the batch will have it."""
+    """One of two layers, depending on the batch."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -322,7 +320,7 @@ class Either(nn.Module):
 
 
 class Own(nn.Module):
-    """Embeds positions itself, stops gradients, leaves autocast."""
+    """Makes its own position embedding, stops gradients and leaves autocast."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()
@@ -338,7 +336,7 @@ class Own(nn.Module):
 
 
 class Normed(nn.Module):
-    """Weights that are computed: by norm, or by their largest singular value with a buffer that follows it."""
+    """Computed weights: normalised, or divided by their largest singular value with a buffer that tracks it."""
 
     def __init__(self, width: int, rng: random.Random) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""System calls that write below a folder, seen and disturbed: what asks for them in Python is replaced meanwhile.
+"""System calls that write below a folder, observed and disturbed: their functions in Python are replaced meanwhile.
 
 Nothing is traced from outside, so it costs little; files that Python writes by itself are written by ``os.write`` here.
 """
@@ -30,21 +30,21 @@ class Call(NamedTuple):
 
     name: str
     path: str
-    """What it is about; of two names the first."""
+    """The file or folder; the first name of two."""
     to: str = ""
-    """The second name."""
+    """The second name of two."""
     fd: int = -1
     data: Any = None
     offset: int | None = None
 
 
 Hook = Callable[[Call, Callable[..., Any]], Any]
-"""A call, and what makes it: with other data if some are given."""
+"""Called with a call and the function that makes it, which writes other data if given some."""
 
 
 @contextmanager
 def watched(root: Path, hook: Hook, *, reads: bool = False) -> Iterator[None]:
-    """Let every call below ``root`` that writes go through ``hook``. Args: reads: Those that open to read, too."""
+    """Pass every call below ``root`` that writes through ``hook``. Args: reads: Also pass calls that open to read."""
     watch = _Watch(str(root.resolve()) + "/", hook, reads=reads)
     with ExitStack() as patches:
         for name in _NAMED:
@@ -61,7 +61,7 @@ def watched(root: Path, hook: Hook, *, reads: bool = False) -> Iterator[None]:
 
 
 class _Watch:
-    """What stands in for the calls."""
+    """Replacements for the functions that make system calls."""
 
     def __init__(self, top: str, hook: Hook, *, reads: bool) -> None:
         self._top, self._hook, self._reads = top, hook, reads
@@ -145,7 +145,7 @@ class _Raw(io.RawIOBase):
 
 
 def phase_of(call: Call) -> str:
-    """Of a save, or of a load, to which a call belongs; empty if it is about no checkpoint."""
+    """Return the phase of a save or load to which a call belongs; empty if it is about no checkpoint."""
     *above, last = call.path.split("/")
     if not any(_FOLDER.match(part) for part in (*above, last)):
         return "rename" if call.name == "fsync" and "/.model-partial" not in call.path else ""

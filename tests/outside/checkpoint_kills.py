@@ -1,10 +1,10 @@
-"""Kill trainings that save at every step, start them again until they are done, and look whether anything was lost.
+"""Kill trainings that save at every step, restart them until they are done, and check that nothing was lost.
 
 Each life is a process: of a loop that calls ``save_checkpoint`` and ``load_checkpoint``, or of ``outcore train``. It
-goes on from the newest checkpoint, and is killed (SIGKILL) at a system call of a phase of a save, inside a load, or at
-any time. A life behind one that committed nothing is killed behind its first commit, so two in a row that commit
-nothing would be a run that is stuck. In the end weights, states and losses must be those of a run that nobody has
-killed, with every step once in ``metrics.jsonl``.
+goes on from the newest checkpoint, and is killed (SIGKILL) at a system call in a phase of a save, inside a load, or at
+any time. After a life that committed nothing, the next is killed after its first commit, so two lives in a row without
+a commit would be a run that is stuck. In the end weights, states and losses must be those of a run that was not killed,
+with every step once in ``metrics.jsonl``.
 
 python tests/outside/checkpoint_kills.py --minutes 30 --report report.md
 """
@@ -41,7 +41,7 @@ CALLS = {
     "loop": {"write": 42, "manifest": 3, "rename": 2, "removal": 9, "load": 7},
     "train": {"write": 170, "manifest": 3, "rename": 2, "removal": 18, "load": 25},
 }
-"""Of each phase of a save or a load, about."""
+"""Approximate number of system calls in each phase of a save or load."""
 KINDS = tuple(itertools.product(("loop", "train"), ("full", "lora"), ("device", "host", "disk")))
 BUDGETS = {"full": ("200KiB", "400KiB"), "lora": ("80KiB", "76KiB")}
 
@@ -51,21 +51,21 @@ class Plan(NamedTuple):
 
     phase: str
     number: int
-    """So many calls of the phase come before; at any time: thousandths of the time that a whole life takes."""
+    """Number of calls of the phase before the kill; at any time: thousandths of the time that a whole life takes."""
     commits: int
-    """So many checkpoints of this life come before."""
+    """Number of checkpoints that this life commits first."""
 
 
 class Life(NamedTuple):
-    """How it ended."""
+    """How a life ended."""
 
     status: int
     begun: int
-    """The step that it went on from; -1: it did not get there."""
+    """The step that it went on from; -1: it did not get that far."""
     durable: int
-    """The last step that it was told was durable."""
+    """The last step that was reported durable."""
     text: str
-    """A digest of what was trained, or what went wrong."""
+    """A digest of what was trained, or the error."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def shown(found: dict[str, Any], seed: int) -> str:
-    """As a page."""
+    """Format the counts as a page."""
     kills, programs = found["kills"], sorted({program for program, _ in found["kills"]})
     rows = [f"| what | {' | '.join(programs)} |", "|---|" + "---|" * len(programs)]
     for name in PHASES:
@@ -99,7 +99,7 @@ def shown(found: dict[str, Any], seed: int) -> str:
 
 
 def kill(folder: Path, args: Any, kinds: Any) -> dict[str, Any]:
-    """Run and kill until there are so many kills; the run that is under way then is finished."""
+    """Run and kill until there are enough kills; then finish the run that is under way."""
     rng, end_s = random.Random(args.seed), time.monotonic() + 60 * args.minutes
     counts: dict[str, Any] = collections.defaultdict(collections.Counter)
     found: dict[str, Any] = {"kills": collections.Counter(), "counts": counts, "wrong": []}
@@ -120,7 +120,7 @@ def kill(folder: Path, args: Any, kinds: Any) -> dict[str, Any]:
 
 
 def _one_run(folder: Path, kind: Any, rng: random.Random, found: dict[str, Any], want: str, whole_s: float) -> None:
-    """One training, killed until it is done."""
+    """Kill one training repeatedly until it is done."""
     program, counts, kills = kind[0], found["counts"], found["kills"]
     counts["runs"][program] += 1
     newest, in_a_row = -1, 0
@@ -155,7 +155,7 @@ def _one_run(folder: Path, kind: Any, rng: random.Random, found: dict[str, Any],
 
 
 def _plan(program: str, kills: Any, rng: random.Random, *, has_committed: bool, newest: int) -> Plan:
-    """The phase that has come least yet; behind a life without a commit, at a place behind the first one."""
+    """Choose the phase with the fewest kills; after a life without a commit, a place after the next commit."""
     phases = [phase for phase in (PHASES if has_committed else IN_A_SAVE) if phase != "load" or newest > 0]
     phase = min(phases, key=lambda phase: (kills[program, phase], rng.random()))
     number = rng.randrange(CALLS[program].get(phase, 1000))
@@ -163,7 +163,7 @@ def _plan(program: str, kills: Any, rng: random.Random, *, has_committed: bool, 
 
 
 def _newest(folder: Path) -> int:
-    """Of those that check."""
+    """The newest step whose checkpoint passes its check."""
     from outcore.core.errors import ConfigError
     from outcore.memory.files.checkpoint_folder import read_manifest
     from outcore.saving.found import found_in
@@ -178,7 +178,7 @@ def _newest(folder: Path) -> int:
 
 
 def lived(folder: Path, kind: Any, plan: Plan | None, whole_s: float = 0.0) -> Life:
-    """A life, in a process of its own."""
+    """Run one life in its own process."""
     folder.mkdir(exist_ok=True)
     (folder / "c").mkdir(exist_ok=True)
     said = folder / "said"
@@ -205,7 +205,7 @@ def lived(folder: Path, kind: Any, plan: Plan | None, whole_s: float = 0.0) -> L
 
 
 def _what_came(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> tuple[str, int]:
-    """Of a life that is not killed: what it says, and its status."""
+    """Run a life that is not killed. Returns its text and its status."""
     try:
         return (_loop if kind[0] == "loop" else _train)(folder, kind, plan, told), 0
     except BaseException:
@@ -213,7 +213,7 @@ def _what_came(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> t
 
 
 class _Killer:
-    """Kills this process at a call of a phase."""
+    """Kills this process at a call in a phase."""
 
     def __init__(self, plan: Plan | None) -> None:
         self._phase, self._left, self._commits = plan or Plan("never", 0, 0)
@@ -239,7 +239,7 @@ class _Killer:
 
 
 def _loop(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> str:
-    """Load, train, save; die as planned."""
+    """Load, train and save; die as planned."""
     from saving import small
 
     import outcore
@@ -265,7 +265,7 @@ def _loop(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> str:
 
 
 def state_digest(model: Any, optimizer: Any, losses: list[float]) -> str:
-    """Of weights, states and losses."""
+    """A digest of weights, states and losses."""
     import torch
 
     import outcore
@@ -279,7 +279,7 @@ def state_digest(model: Any, optimizer: Any, losses: list[float]) -> str:
 
 
 def _train(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> str:
-    """``outcore train --resume auto``, with an evaluation behind each epoch of three steps."""
+    """Run ``outcore train --resume auto``, with an evaluation after each epoch of three steps."""
     from cli.conftest import CONFIG, write_json, write_jsonl
 
     from outcore.cli import main as cli
@@ -333,7 +333,7 @@ def _trained(out: Path) -> str:
     kept = ("step", "epoch", "loss", "lr", "grad_norm", "eval_loss")
     found = hashlib.blake2b(repr([{key: line.get(key) for key in kept} for line in lines]).encode())
     for folder in (out / f"checkpoint-{STEPS}", out / "model"):
-        for path in sorted(folder.glob("*.safetensors")):  # tensors may stand in another order
+        for path in sorted(folder.glob("*.safetensors")):  # tensors may be in another order
             with safe_open(path, "pt") as file:
                 found.update(f"{path.name} {sorted(file.metadata().items())}".encode())
                 for name in sorted(file.keys()):

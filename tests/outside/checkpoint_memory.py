@@ -1,8 +1,8 @@
 """What saving and loading add to a process whose training state is larger than its control group's memory.
 
-One process trains on the disk tier inside a control group, and saves beside a step; another one, which begins from
-other weights, loads that; a third one does both. The largest resident size of each is compared with that of a step
-before. Weights, masters and moments must be the same when they are saved, in the files, and when they were loaded.
+One process trains on the disk tier inside a control group, and saves during a step. A second one starts from other
+weights and loads that checkpoint. A third one does both. The largest resident size of each is compared with that of a
+step before. Weights, masters and moments must be the same when they are saved, in the files, and after loading.
 
 python tests/outside/checkpoint_memory.py --state-gib 8 --limit-mib 1024 --disk /mnt/nvme --report report.md
 """
@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 WIDTH = 1280
 BLOCK_BYTES = 14 * 2 * WIDTH * (WIDTH + 1)
-"""Of a block: weights in bf16, their masters and two moments."""
+"""Bytes of a block: bf16 weights, their masters and two moments."""
 ALLOWED_MIB = 64
 _OF = ("before", "of the files", "afterwards")
 STEPS = 5
-"""Before: the largest resident size differs from step to step."""
+"""Steps that come before: the largest resident size differs from step to step."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def shown(found: dict[str, Any], state_gib: float, limit_mib: int) -> str:
-    """As a page."""
+    """Format the results as a page."""
     rows = [
         f"| {name} | " + " | ".join(f"{each[name]:,.1f}" for each in found.values()) + " |" for name in found["save"]
     ]
@@ -68,7 +68,7 @@ def shown(found: dict[str, Any], state_gib: float, limit_mib: int) -> str:
 
 
 def in_a_group(disk: Path, state_gib: float, limit_mib: int) -> dict[str, dict[str, float]]:
-    """Each work, and what was measured of it."""
+    """Run each kind of work in a control group. Returns what was measured of each."""
     from system.test_container import memory_group
 
     found: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def in_a_group(disk: Path, state_gib: float, limit_mib: int) -> dict[str, dict[s
 
 
 def measured(folder: Path, num_blocks: int, what: str) -> dict[str, Any]:
-    """Train, and save or load."""
+    """Train, and save or load, and measure it."""
     import torch
     from torch import nn
 
@@ -140,7 +140,7 @@ def measured(folder: Path, num_blocks: int, what: str) -> dict[str, Any]:
 
 
 def _peak(work: Any) -> tuple[float, float]:
-    """The largest resident size meanwhile, and seconds."""
+    """The largest resident size while ``work`` runs, and its seconds."""
     Path("/proc/self/clear_refs").write_text("5")
     begun_s = time.monotonic()
     work()
@@ -150,7 +150,7 @@ def _peak(work: Any) -> tuple[float, float]:
 
 
 def _weights(model: Any) -> None:
-    """Read them all; waits for updates."""
+    """Read all weights, which waits for updates."""
     import outcore
 
     for _ in outcore.named_tensors(model):
@@ -158,7 +158,7 @@ def _weights(model: Any) -> None:
 
 
 def _state(optimizer: Any) -> int:
-    """A digest of weights, masters and moments, one at a time."""
+    """A digest of weights, masters and moments, read one at a time."""
     from outcore.runtime.values.access import own_states
 
     access, found = optimizer.engine.access, {}
@@ -171,7 +171,7 @@ def _state(optimizer: Any) -> int:
 
 
 def _of_files(folder: Path) -> int:
-    """The same, of what a checkpoint's files hold."""
+    """The same digest, of the tensors in a checkpoint's files."""
     from outcore.memory.files.checkpoint_folder import read_manifest
     from outcore.memory.files.weights_file import WeightsDirectory
 

@@ -1,4 +1,4 @@
-"""Run a program twice, plain and prepared, and say how the two agree."""
+"""Run a program twice, plain and prepared, and report how well the two agree."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from .program import Program
 
 SOURCE = str(Path(outcore.__file__).parent)
 INJECTS = "device/faults.py"
-"""Is there for tests alone, and never interrupted."""
+"""A file that exists only for tests, and is never interrupted."""
 
 
 class Net(nn.Module):
-    """Embedding, blocks, head."""
+    """Embedding, blocks and head."""
 
     def __init__(self, spec: dict[str, Any], seed: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Net(nn.Module):
 
 
 def _share(one: nn.Module, other: nn.Module) -> None:
-    """Let two blocks have one weight, where both have one of the same shape."""
+    """Let two blocks share one weight, if both have one of the same shape."""
     places = [(m, n, p) for m in other.modules() for n, p in m.named_parameters(recurse=False)]
     for p in one.parameters():
         for module, name, old in places:
@@ -92,7 +92,7 @@ def _share(one: nn.Module, other: nn.Module) -> None:
 
 
 class Side:
-    """A model with its optimizer; the loop below drives either."""
+    """A model with its optimizer; the loop below drives either side."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.precision = program, program["precision"]
@@ -136,7 +136,7 @@ class Side:
         return None
 
     def add_hooks(self, when_early: bool) -> None:
-        """Hooks before and after ``prepare``."""
+        """Add hooks. Args: when_early: Those that are added before ``prepare``, or those after it."""
         for hook in self.program["hooks"]:
             block = self.model.blocks[hook["block"]]
             optimizer = hook["kind"].startswith("optimizer")
@@ -149,7 +149,7 @@ class Side:
             elif hook["kind"] == "backward":
                 block.register_full_backward_hook(lambda m, i, o: self.calls.append("backward"))
             elif hook["kind"] == "tensor":
-                # None: as for any custom function, where nothing flows back. The plain loop does not call it then.
+                # None as for any custom function that no gradient reaches; the plain loop does not call the hook then.
                 self.model.tensor_hook = (hook["block"], lambda g: None if g is None else g * 0.5)
             elif hook["kind"] in ("parameter", "parameter_look"):
                 for p in [p for p in block.parameters() if p.requires_grad][:2]:
@@ -159,7 +159,7 @@ class Side:
                 getattr(self.optimizer, name)(lambda o, a, k: self.calls.append("step"))
 
     def _note_gradient(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # a plain loop calls hooks where nothing flows, too
+        if gradient is not None:  # a plain loop calls hooks also where no gradient arrives
             self.calls.append(f"{gradient.sum():.3e}")
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -184,7 +184,7 @@ def _doubled(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Plain(Side):
-    """As anybody would write it; bf16 keeps fp32 accumulators and masters beside the model."""
+    """The loop as a user would write it; bf16 keeps fp32 accumulators and masters beside the model."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
@@ -202,8 +202,8 @@ class Plain(Side):
     def finish_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         if self.program["optimizer"]["name"] != "SGD":
             return [{**group, "fused": True}]
-        # SGD with fused=True skips most of a bf16 parameter on the CPU (torch 2.11 to 2.13), and raises where
-        # parameters of a group get their first gradients in different steps: so each has a group of its own.
+        # On the CPU, SGD with fused=True skips most of a bf16 parameter (torch 2.11 to 2.13). It raises if parameters
+        # of a group get their first gradients in different steps: so each parameter has a group of its own.
         return [{**group, "params": [p], "fused": p.dtype == torch.float32} for p in group["params"]]
 
     def clipped(self) -> list[torch.Tensor]:
@@ -241,7 +241,7 @@ class Plain(Side):
         self.model.load_state_dict(saved[0])
         for n, p in self.updated.items():
             p.copy_(saved[1][n])
-        self.optimizer.load_state_dict(_copied(saved[2]))  # torch takes some of its tensors as they are
+        self.optimizer.load_state_dict(_copied(saved[2]))  # torch keeps some of these tensors without a copy
 
     def states(self) -> dict[str, Any]:
         names = {id(p): n for n, p in self.updated.items()}
@@ -260,7 +260,7 @@ class Plain(Side):
 
 
 class Prepared(Side):
-    """The same behind ``prepare``."""
+    """The same model and optimizer after ``prepare``."""
 
     is_prepared = True
 
@@ -363,7 +363,7 @@ class Prepared(Side):
 
     def load(self, saved: Any) -> None:
         self.model.load_state_dict(saved[0])
-        self.optimizer.load_state_dict(_copied(saved[2]))  # torch takes some of its tensors as they are
+        self.optimizer.load_state_dict(_copied(saved[2]))  # torch keeps some of these tensors without a copy
 
     def states(self) -> dict[str, Any]:
         return _with_moments({n: s for n, s in _states(self.optimizer, self.names).items() if n in self.trained})
@@ -397,9 +397,9 @@ def _states(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str
 
 
 def _with_moments(states: dict[str, Any]) -> dict[str, Any]:
-    """Without those that hold a master and nothing else: plain SGD has none, and the weights are compared anyway.
+    """Leave out states that are only a master: plain SGD has none, and the weights are compared anyway.
 
-    Nor those of a parameter without a step: where it has a master, all of them are saved with it, in their beginning.
+    States of a parameter without a step go, too: if it has a master, its initial states are saved with the master.
     """
     return {n: s for n, s in states.items() if set(s) - {"master"} and s.get("step") != 0}
 
@@ -419,7 +419,7 @@ def _asks_norms(program: Program) -> bool:
 
 
 class Loop:
-    """Drives one side through the program; ``seen`` is what both must agree on, in the order of time."""
+    """Drives one side through the program; ``seen`` is what both sides must agree on, in order of time."""
 
     def __init__(self, side: Side) -> None:
         self.side, self.program = side, side.program
@@ -555,7 +555,7 @@ class Loop:
             self.backward(0.4 * loss)
 
     def failing(self, micro: dict[str, Any], fault: dict[str, Any]) -> None:
-        """An error inside a block; the loop catches it and zeroes."""
+        """Raise an error inside a block; the loop catches it and zeroes gradients."""
         error = {"ValueError": ValueError, "RuntimeError": RuntimeError, "MemoryError": MemoryError}.get(
             fault["error"], KeyboardInterrupt
         )("planted")
@@ -577,7 +577,7 @@ class Loop:
         self.side.zero("model", True)
 
     def interrupted(self, micro: dict[str, Any], fault: dict[str, Any]) -> None:
-        """Ctrl-C somewhere inside of outcore; then once more from where it began."""
+        """Press Ctrl-C somewhere inside outcore, then run again from where the interrupted part began."""
         if self.side.is_prepared:
             state = self.snapshot()
             length = len(self.seen)
@@ -609,7 +609,7 @@ class Loop:
                 buffer.copy_(value)
         self.side.calls[:] = state[2]
 
-    # Looks that change nothing.
+    # Looks at the state that change nothing.
 
     def look(self, looks: list[str]) -> None:
         for what in looks:
@@ -654,11 +654,11 @@ _LOOK = {"rows": 2, "length": 7, "seed": 77, "order": [0, 1]}
 
 
 class LineCounter:
-    """Counts lines that outcore runs in this thread, and raises KeyboardInterrupt at one of them."""
+    """Counts the lines of outcore that run in this thread, and raises KeyboardInterrupt at one of them."""
 
     def __init__(self, stop: int | None) -> None:
         self.count, self.stop, self.place = 0, stop, ""
-        self._before = sys.gettrace()  # of whoever measures what is reached
+        self._before = sys.gettrace()  # for example that of a coverage tool
 
     def __enter__(self) -> LineCounter:
         sys.settrace(self._call)
@@ -684,7 +684,7 @@ class LineCounter:
 
 @functools.cache
 def _ends_of_with(code: types.CodeType) -> frozenset[int]:
-    """Where a ``with`` is about to be left: no Ctrl-C comes there, and one that is planted would skip the exit."""
+    """Lines that leave a ``with``: no real Ctrl-C comes there, and a planted one would skip the exit."""
     steps = list(dis.get_instructions(code))
     found = set()
     for i, step in enumerate(steps):
@@ -697,14 +697,14 @@ def _ends_of_with(code: types.CodeType) -> frozenset[int]:
 
 
 PLACES: list[str] = []
-"""Where KeyboardInterrupts came, of the last program."""
+"""Places of the KeyboardInterrupts in the last program."""
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
 def has_documented_rounding(program: Program) -> bool:
-    """Whether the model leaves open in which order gradients are summed."""
+    """Whether the model leaves the order open in which gradients are summed."""
     model = program["model"]
     micros = [m for s in program["loop"]["steps"] for m in s["micros"]]
     # One backward pass through two forwards calls every block twice.
@@ -716,11 +716,11 @@ def has_documented_rounding(program: Program) -> bool:
 @mock.patch.object(away, "SMALL_BYTES", 64)  # models are tiny
 @mock.patch.object(dear, "DEAR_FLOP_PER_BYTE", 1)
 def run_program(program: Program) -> dict[str, Any]:
-    """Run a program on both sides; returns its verdict, and details of what is not equal.
+    """Run a program on both sides. Returns its verdict, and details of what is not equal.
 
-    Some steps may make much of bf16's rounding. Where they do, the same program must agree closely in fp32.
+    Some steps may amplify bf16's rounding. If they do, the same program must agree closely in fp32.
     """
-    with contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE):  # tensors that blocks make
+    with contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE):  # for tensors that blocks create
         return _judged(program)
 
 
@@ -742,7 +742,7 @@ def _run_once(program: Program) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="random-programs-") as name:
         folder = Path(name)
         try:
-            # What pieces give is held against accumulation elsewhere (tests/loop/test_in_pieces.py).
+            # Results of batches in pieces are compared with accumulation elsewhere (tests/loop/test_in_pieces.py).
             plain = Plain(program) if program["pieces"] == 1 else Prepared(at_home(program), folder)
             reference = Loop(plain)
             with plain.closing():
@@ -762,7 +762,7 @@ def _run_once(program: Program) -> dict[str, Any]:
 
 
 def at_home(program: Program) -> Program:
-    """The same with everything on the device, where nothing moves and nothing is late."""
+    """The same program with everything on the device, where nothing moves and nothing is late."""
     count = len(program["plan"]["homes"])
     plain = {"homes": [("device",) * 3] * count, "policies": ["keep"] * count, "activations": ["device"] * count}
     calm = {"delays": {}, "permute": None, "poison": False, "seed": 0}
@@ -823,7 +823,7 @@ def _compare(program: Program, want: list[tuple[str, Any]], got: list[tuple[str,
         if name != other:
             return {"verdict": "wrong", "message": f"'{name}' in the plain loop, '{other}' in the prepared one"}
         if name.endswith(": calls") and may_round:
-            continue  # hooks saw what rounds
+            continue  # hooks saw values with rounding
         for path, gap in _gaps(a, b, name):
             if gap and not first:
                 first = f"{path}: differs by {gap:.3g} of its largest element"
@@ -856,7 +856,7 @@ def _gaps(a: Any, b: Any, path: str) -> Iterator[tuple[str, float]]:  # noqa: C9
             yield f"{path}: {a.dtype} {tuple(a.shape)} != {b.dtype} {tuple(b.shape)}", float("inf")
         elif not torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)):
             gap = float((a.double() - b.double()).abs().nan_to_num(float("inf")).max())
-            # Of the largest element; what is nearly zero everywhere is made of rounding.
+            # Relative to the largest element; a tensor that is nearly zero everywhere consists of rounding.
             yield path, gap / max(float(a.double().abs().nan_to_num().max()), 1e-2) or float("inf")
     elif a != b:
         yield f"{path}: {a!r} != {b!r}"[:300], float("inf")

@@ -1,10 +1,10 @@
 """Change single bytes of checkpoints: every byte of the manifest, and many of all other files, one at a time.
 
-Of two checkpoints the newer one is changed. ``load_checkpoint`` must take the older one, whose weights and states are
-compared, or refuse where the newer one is asked for. Of those that ``outcore train`` wrote, its resumption must find
-the older one.
+The newer of two checkpoints is changed. ``load_checkpoint`` must load the older one, whose weights and states are
+compared, or refuse if the newer one is asked for. For checkpoints of ``outcore train``, resuming must find the older
+one.
 
-With ``--of disk`` single bits of the disk tier are changed behind the back of a run. Its next step must end with a
+With ``--of disk`` single bits of the disk tier are changed while a run is unaware of it. Its next step must end with a
 ``DiskError`` that names unit, folder and the 64 KiB in which the bit lies.
 
 python tests/outside/flipped_bytes.py --flips 2000 --report report.md
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def flip(folder: Path, kind: str, num_flips: int, seed: int, every: int) -> collections.Counter[str]:
-    """What came of each; see ``WRONG``."""
+    """Count the outcomes of the changes; see ``WRONG``."""
     rng, found = random.Random(seed), collections.Counter[str]()
     folder.mkdir()
     with (_of_train if kind == "train" else _of_a_loop)(folder, kind) as (newest, take):
@@ -86,7 +86,7 @@ def flip(folder: Path, kind: str, num_flips: int, seed: int, every: int) -> coll
 
 
 def flip_disk(folder: Path, num_flips: int, seed: int) -> dict[str, int]:
-    """Of each bit, what was said by the step behind it, or where the step did not read it, by whoever read it then."""
+    """Count what the next step reported of each bit, or a later reader if the step did not read it."""
     from plans import forced
     from saving import small
 
@@ -121,9 +121,9 @@ def flip_disk(folder: Path, num_flips: int, seed: int) -> dict[str, int]:
 
 
 def _flip_one(fd: int, rng: random.Random) -> tuple[int, bytes]:
-    """A bit of a byte that is in use. Returns: which byte, and what its page is now.
+    """Flip a bit of a byte that is not 0. Returns the byte's place, and the new contents of its page.
 
-    A byte that is written over may become the flipped one by chance; all of its page does not.
+    A byte that is written over may become the flipped one by chance, but not its whole page.
     """
     data = os.pread(fd, os.fstat(fd).st_size, 0)
     place = next(place for place in iter(lambda: rng.randrange(len(data)), -1) if data[place])
@@ -132,7 +132,7 @@ def _flip_one(fd: int, rng: random.Random) -> tuple[int, bytes]:
 
 
 def _is_named(text: str, folder: str, units: list[str], place: int) -> bool:
-    """Unit, file, and the part in which the byte lies."""
+    """Whether a message names the unit, the folder, and the part in which the byte lies."""
     part = re.search(r"the ([0-9.]+) (B|KiB) at byte (\d+) are not what was written there", text)
     if part is None or folder not in text or not any(f"'{unit} " in text for unit in units):
         return False
@@ -141,14 +141,14 @@ def _is_named(text: str, folder: str, units: list[str], place: int) -> bool:
 
 
 def _disk_tier() -> int:
-    """The one store's file, opened anew."""
+    """Open the file of the only store once more."""
     links = (fd for fd in Path("/proc/self/fd").iterdir() if os.path.lexists(fd))
     return os.open(next(fd for fd in links if "/data (del" in os.readlink(fd)), os.O_RDWR)
 
 
 @contextmanager
 def flipped(path: Path, place: int, bits: int) -> Iterator[None]:
-    """Bits of a byte are others inside the block."""
+    """Flip bits of a byte inside the ``with`` block."""
     with path.open("r+b", buffering=0) as file:
         was = os.pread(file.fileno(), 1, place)
         os.pwrite(file.fileno(), bytes([was[0] ^ bits]), place)
@@ -159,7 +159,7 @@ def flipped(path: Path, place: int, bits: int) -> Iterator[None]:
 
 
 Take = Callable[[bool], str]
-"""What comes of the folder; whether the newest is asked for."""
+"""Loads from the folder, the newest checkpoint alone if asked; returns what came of it."""
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def _of_train(folder: Path, _: str) -> Iterator[tuple[Path, Take]]:
     older, newest = (folder / "c" / f"checkpoint-{kills.STEPS - n}" for n in (1, 0))
 
     def take(is_newest: bool) -> str:
-        checkpoints._checked.clear()  # as in a process that has not seen it
+        checkpoints._checked.clear()  # as in a process that has not checked it yet
         if not is_newest:
             with ExitStack() as holding:
                 try:

@@ -1,11 +1,11 @@
-"""Older versions of the libraries beside outcore: which of them it works with. pyproject's lower bounds come from here.
+"""Which older versions of the libraries work with outcore. The lower bounds in pyproject come from here.
 
     python tests/outside/oldest_versions.py                                  # every set below, an hour on two cores
     python tests/outside/oldest_versions.py transformers==5.8.1,trl==1.4.0   # one set
     python tests/outside/oldest_versions.py --in FOLDER ...                  # keep the environment there for the next
 
-A virtual environment gets each set in turn, with what constraints.txt says of all packages that do not depend on these,
-and runs the tests below. The last report is reports/oldest_versions_2026-11-22.md.
+A virtual environment gets each set in turn, with the versions of constraints.txt for all packages that do not depend on
+it, and runs the tests below. The last report is reports/oldest_versions_2026-11-22.md.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TESTS = (
     *("tests/cli/test_train.py", "tests/cli/test_settings.py", "tests/cli/test_extra.py", "tests/cli/test_dpo.py"),
 )
 OTHERWISE = (
-    # these use names that transformers has since 5.23
+    # these use names that transformers has had since 5.23
     "tests/integrations/test_contract.py::test_activation_checkpointing_is_an_attribute_of_modules",
     "tests/integrations/test_life.py::test_settings[training]",
     "tests/integrations/test_life.py::test_no_second_recomputation",
-    # a setting that older ones have, and values that only TRL 1.16 has
+    # a setting that older versions have, and values that only TRL 1.16 has
     "tests/cli/test_settings.py::TestNames::test_unknown_in_a_file[warmup_ratio: 0.1\\n-words4]",
     *(
         f"tests/cli/test_settings.py::TestValues::{test}"
@@ -49,16 +49,16 @@ OTHERWISE = (
         )
     ),
 )
-"""Tests of what is otherwise in older versions, and makes no difference here."""
+"""Tests that fail with older versions for a reason that does not matter here."""
 FOLLOWS = (
     *("transformers", "trl", "peft", "datasets", "accelerate", "tokenizers", "huggingface_hub", "hf-xet", "torch"),
     *("fsspec", "pyarrow", "dill", "multiprocess"),
 )
-"""What a set may change; of these the newest that fits is taken."""
+"""Packages whose versions a set may change; the newest that fits is taken."""
 
 
 def constraints(versions: list[str], folder: Path) -> Path:
-    """Those of the repository, less what may follow from a set of versions."""
+    """Write the repository's constraints without the packages that a set of versions may change. Returns the path."""
     free = {_canonical(name) for name in (*FOLLOWS, *(version.partition("==")[0] for version in versions))}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     kept = [line for line in lines if _canonical(line.partition("==")[0]) not in free]
@@ -72,7 +72,7 @@ def _canonical(name: str) -> str:
 
 
 def run(versions: list[str], folder: Path) -> str:
-    """Install versions into the environment in a folder and run the tests: a row of a report."""
+    """Install versions into a folder's environment and run the tests. Returns a row of the report."""
     python, began = folder / "venv" / "bin" / "python", time.monotonic()
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
@@ -91,7 +91,7 @@ def run(versions: list[str], folder: Path) -> str:
 
 
 def main() -> None:
-    """Print a table: versions, what was installed with them, and what passed."""
+    """Print a table of versions, what was installed with them, and what passed."""
     given = sys.argv[1:]
     print("| versions | installed | outcome |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:

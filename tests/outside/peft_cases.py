@@ -2,7 +2,7 @@
 
     python tests/outside/peft_cases.py FOLDER      # of PEFT's source distribution, which has tests/
 
-Each layer of the small models is a unit. Prints counts, refusals by sentence, and the names of what differs.
+Each layer of the small models is a unit. Prints counts, refusals by message, and the names of cases that differ.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from outside.torch_modules import compare, show
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """Name and verdict of each case, where every layer is a unit and where all is one."""
+    """Name and verdict of each case, once with every layer as a unit and once with everything in one."""
     from peft import get_peft_model
 
     sys.path.insert(0, str(folder))
-    # The tests of PEFT want it for pipelines that no case here uses.
+    # PEFT's tests import it for pipelines that no case here uses.
     sys.modules.setdefault("diffusers", types.SimpleNamespace(StableDiffusionPipeline=None))  # type: ignore[arg-type]
     suite = importlib.import_module("tests.test_custom_models")
     inputs = torch.arange(90).view(9, 10)
@@ -49,7 +49,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def layers(model: nn.Module) -> list[str]:
-    """The layers of the model inside of PEFT's wrappers that have parameters."""
+    """The layers of the model inside PEFT's wrappers that have parameters."""
     inner = model.base_model.model
     prefix = next(n for n, m in model.named_modules() if m is inner)
     return [f"{prefix}.{n}" for n, m in inner.named_children() if any(True for _ in m.parameters())]

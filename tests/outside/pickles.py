@@ -1,7 +1,7 @@
-"""Everything that reads checkpoints, under an audit hook: which pickles it loads, and which files of pickles it opens.
+"""Runs everything that reads checkpoints under an audit hook: what pickle loads, and which pickle files are opened.
 
 Prints a line of JSON: for each part the classes that pickle looked up, and the files by suffix. Loading with
-``weights_only=True`` looks no classes up. A hook cannot be removed, so this is a process of its own.
+``weights_only=True`` looks up no classes. A hook cannot be removed, so this is a process of its own.
 
 python tests/outside/pickles.py FOLDER
 """
@@ -21,7 +21,7 @@ _HOLD_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".np
 
 
 class Audit:
-    """Of one part at a time."""
+    """Records what happens in one part at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.found: dict[str, list[str]] = {}
@@ -29,7 +29,7 @@ class Audit:
         sys.addaudithook(self._hear)
 
     def during(self, part: str, work: Callable[[], object]) -> None:
-        """Hear what happens."""
+        """Record events while ``work`` runs."""
         self.found[part], self._part = [], part
         try:
             work()
@@ -52,7 +52,7 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     audit = Audit(folder)
-    audit.during("unpickling", lambda: __import__("pickle").loads(b"cbuiltins\nlen\n."))  # the hook hears it
+    audit.during("unpickling", lambda: __import__("pickle").loads(b"cbuiltins\nlen\n."))  # shows that the hook sees it
     _loop(audit, folder)
     _trainers(audit, folder)
     _command(audit, folder)

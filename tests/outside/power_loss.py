@@ -1,9 +1,9 @@
 """Cut the power while checkpoints are saved: system calls are recorded, and replayed without what was not synced.
 
-A run saves some checkpoints (a loop, the last step twice; or ``outcore train``) and keeps two. What was synced before
-the cut is there. Of the rest any subset is: bytes of files, and names in folders. Then the newest checkpoint that is
-accepted must be right, and not older than the last one that was reported durable. Of ``outcore train``,
-``metrics.jsonl`` must have the lines of all steps up to it, each once and as they were written.
+A run saves some checkpoints and keeps two: a loop, which saves the last step twice, or ``outcore train``. What was
+synced before the cut is there; of the rest any subset is: bytes of files, and names in folders. Then the newest
+checkpoint that is accepted must be right, and not older than the last one that was reported durable. For ``outcore
+train``, ``metrics.jsonl`` must have the lines of all steps up to it, each once and as written.
 
 python tests/outside/power_loss.py --cuts 500 --report report.md
 """
@@ -29,28 +29,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 @dataclass(eq=False)
 class Node:
-    """A file or folder: what was done to it, each with whether it is durable."""
+    """A file or folder as a list of changes, each with whether it is durable."""
 
     is_folder: bool
     writes: list[list[Any]] = field(default_factory=list)
-    """Of a file: [offset, bytes, is synced]. Without an offset: it is made empty."""
+    """Changes of a file: [offset, bytes, is synced]. Without an offset the file is emptied."""
     entries: list[list[Any]] = field(default_factory=list)
-    """Of a folder: [{name: node or None}, is synced]."""
+    """Changes of a folder: [{name: node or None}, is synced]."""
     now: dict[str, Node] = field(default_factory=dict)
-    """Of a folder: as running programs see it."""
+    """A folder's entries as running programs see them."""
 
 
 class Recording:
-    """The calls of a run, as functions that make them in a model of a filesystem."""
+    """The calls of a run, to be replayed in a model of a filesystem."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.calls: list[Any] = []
         self._top = Node(is_folder=True)
-        """As running programs see it."""
+        """The root folder as running programs see it."""
 
     def hook(self, call: Any, do: Any) -> Any:
-        """Make a call, and note it."""
+        """Make a call, and record it."""
         data = bytes(call.data) if call.data is not None else b""
         offset = call.offset
         if call.name == "write":
@@ -63,7 +63,7 @@ class Recording:
         return result
 
     def _find_out(self, path: Path) -> None:
-        """Files that libraries write by themselves, without a call that is seen: written as a whole, and not synced."""
+        """Record files that libraries wrote without an observed call as written in one piece and not synced."""
         node, missing = self._top, []
         for part in self._parts(str(path)):
             missing.append(part)
@@ -83,7 +83,7 @@ class Recording:
         _do(self._top, *call)
 
     def durable(self, step: int) -> None:
-        """A step was reported durable."""
+        """Record that a step was reported durable."""
         self.calls.append(("durable", (), (), None, step))
 
     def _parts(self, path: str) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class Recording:
 
 
 def replayed(calls: list[Any], rng: random.Random) -> tuple[Node, int]:
-    """The folder after a power loss behind these calls, and the last step that was reported durable."""
+    """Return the folder after a power loss following these calls, and the last step reported durable by then."""
     top, durable = Node(is_folder=True), -1
     for name, path, to, offset, data in calls:
         if name == "durable":
@@ -121,7 +121,7 @@ def _at(node: Node, parts: tuple[str, ...]) -> Node:
 
 
 def _change(folder: Node, name: str, one: str, two: str, other: Node) -> None:
-    """Names in a folder: all of a call, or none. Of two folders each by itself."""
+    """Change names in a folder, all of a call or none. A rename between two folders changes each by itself."""
     there = folder.now.get(one)
     if other is not folder:
         assert name == "rename"
@@ -149,7 +149,7 @@ def _apply(names: dict[str, Node | None], now: dict[str, Node]) -> None:
 
 
 def _left(node: Node, rng: random.Random) -> Node:
-    """What is there after the loss: what was synced, and any of the rest."""
+    """Return what is there after the loss: what was synced, and a random part of the rest."""
     share = rng.choice((0.0, 0.5, 0.9, 1.0))
     left = Node(is_folder=node.is_folder)
     for names, is_synced in node.entries:
@@ -161,7 +161,7 @@ def _left(node: Node, rng: random.Random) -> Node:
 
 
 def written(node: Node, path: Path) -> None:
-    """As real files."""
+    """Write a node as real files."""
     if node.is_folder:
         path.mkdir(exist_ok=True)
         for name, child in node.now.items():
@@ -177,7 +177,7 @@ def written(node: Node, path: Path) -> None:
 
 
 def recorded(folder: Path, num_steps: int) -> tuple[list[Any], dict[int, list[dict[str, bytes]]]]:
-    """The calls of a run, and what each step's checkpoint holds: one or more, if it was saved again."""
+    """Record a run. Returns its calls, and each step's possible checkpoints: several if it was saved again."""
     from saving import small
 
     import outcore
@@ -196,7 +196,7 @@ def recorded(folder: Path, num_steps: int) -> tuple[list[Any], dict[int, list[di
 
 
 def recorded_train(folder: Path, num_steps: int) -> tuple[list[Any], dict[int, list[dict[str, bytes]]]]:
-    """The same of ``outcore train``, which saves beside training; ``metrics.jsonl`` stands among what is right."""
+    """The same for ``outcore train``, which saves during training; ``metrics.jsonl`` is among the right contents."""
     from cli.conftest import CONFIG, write_json, write_jsonl
 
     from outcore.cli import main as cli
@@ -257,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def cut(folder: Path, num_cuts: int, seed: int, num_steps: int = 4, of: str = "loop") -> dict[str, Any]:
-    """Cut at random places; count what is found then."""
+    """Cut at random places, and count what is found afterwards."""
     (folder / "run").mkdir()
     calls, right = (recorded if of == "loop" else recorded_train)(folder / "run", num_steps)
     rng = random.Random(seed)
@@ -289,7 +289,7 @@ def cut(folder: Path, num_cuts: int, seed: int, num_steps: int = 4, of: str = "l
 
 
 def _newest(folder: Path, of: str) -> tuple[Any, Any]:
-    """The one that a run would go on from, and its manifest."""
+    """The checkpoint that a run would go on from, and its manifest."""
     from saving.small import find
 
     from outcore.cli.train.output.folder import OutputFolder

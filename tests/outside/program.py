@@ -1,4 +1,4 @@
-"""What a random program is: a model, a recipe, a loop and a plan, as plain data that prints, repeats and shrinks."""
+"""A random program: a model, a recipe, a loop and a plan, as plain data that can be printed, repeated and shrunk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOOKS = (
 LOOKS = ("eval", "no_grad", "norms", "total_norm", "state_dict", "states", "parameters", "collect", "train_twice")
 ERRORS = ("ValueError", "RuntimeError", "MemoryError", "KeyboardInterrupt")
 NOT_CUT = ("multihead", "experts")
-"""Kinds of blocks that give a number for the whole batch, which pieces refuse."""
+"""Kinds of blocks that return a number for the whole batch; batches in pieces refuse it."""
 LEGAL = tuple(
     (w, g, s)
     for w in ("device", "host", "disk")
@@ -47,14 +47,14 @@ LEGAL = tuple(
 
 
 def make_program(seed: int) -> Program:
-    """The program of a seed: always the same one."""
+    """Return the program of a seed, always the same one."""
     rng = random.Random(seed)
     program: Program = {"seed": seed}
-    program["rounds"] = rng.random() < 0.12  # only these may leave open in which order gradients are summed
+    program["rounds"] = rng.random() < 0.12  # only these may leave the order open in which gradients are summed
     program["precision"] = rng.choice(("fp32", "fp32", "bf16", "pure_bf16"))
     program["autocast"] = program["precision"] == "fp32" and rng.random() < 0.3
     program["model"] = _model(rng, rounds=program["rounds"])
-    # Adam and Adagrad divide by the gradient's size: rounding of a gradient that is nearly zero becomes a whole step.
+    # Adam and Adagrad divide by the gradient's size: rounding of a nearly zero gradient becomes a whole step.
     name, options = rng.choice([o for o in OPTIMIZERS if o[0] == "SGD"] if program["rounds"] else OPTIMIZERS)
     program["optimizer"] = {"name": name, "options": dict(options), "groups": rng.choice((1, 1, 2, 3))}
     program["schedule"] = {"kind": rng.choice(SCHEDULES), "before": rng.random() < 0.5}
@@ -71,9 +71,9 @@ def make_program(seed: int) -> Program:
         }
         for _ in range(rng.choice((0, 0, 0, 1, 2)))
     ]
-    # Of a generator of its own: programs stay what they were before batches ran in pieces.
+    # From a separate generator, so that programs are the same as before batches ran in pieces.
     program["pieces"] = random.Random(f"pieces {seed}").choice((1, 1, 1, 2, 3))
-    # As they were before results of blocks were lent.
+    # The same, for the time before results of blocks were lent.
     program["model"]["ends"] = random.Random(f"ends {seed}").random() < 0.25
     for block in program["model"]["blocks"] if program["pieces"] > 1 else ():
         block["kind"] = "attention" if block["kind"] in NOT_CUT else block["kind"]
@@ -101,8 +101,8 @@ def _model(rng: random.Random, *, rounds: bool) -> dict[str, Any]:
         "blocks": blocks,
         "tied": rng.random() < 0.3,
         "frozen_embedding": rng.random() < 0.15,
-        "same": pair() if rounds and rng.random() < 0.3 else None,  # one module, two places
-        "shared": pair() if rounds and rng.random() < 0.3 else None,  # one weight, two blocks
+        "same": pair() if rounds and rng.random() < 0.3 else None,  # one module in two places
+        "shared": pair() if rounds and rng.random() < 0.3 else None,  # one weight in two blocks
         "trips": rng.random() < 0.3,
     }
 
@@ -118,7 +118,7 @@ def _plan(rng: random.Random, count: int) -> dict[str, Any]:
     kind = rng.choice(("device", "host", "disk", "mixed", "mixed", "mixed"))
     return {
         "how": rng.choice(("given",) * 8 + ("budget", "default")),
-        "fraction": rng.choice((0.0, 0.0, 0.3, 0.7)),  # of the way from the least budget to all on the device
+        "fraction": rng.choice((0.0, 0.0, 0.3, 0.7)),  # of the way from the least budget to everything on the device
         "homes": [_homes(rng, kind, i == 0) for i in range(count + 2)],
         "policies": [rng.choice(("keep", "select", "recompute")) for _ in range(count + 2)],
         "activations": [rng.choice(("device", "device", "host", "disk")) for _ in range(count + 2)],

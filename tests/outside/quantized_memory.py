@@ -1,8 +1,8 @@
-"""QLoRA of a model of 1.13e9 parameters in a control group of its size in 4 bits and what libraries take.
+"""QLoRA of a model of 1.13e9 parameters in a control group with room for the base in 4 bits and for the libraries.
 
-``outcore train --lora 4`` takes one step, over weights in bf16 that are quantised as they are read (``--load-in-4bit``,
-double quantisation) or that are quantised in the checkpoint already. The constant beside the base's size is Python,
-torch, TRL and bitsandbytes (about 400 MiB), adapters, activations, and pieces of weights in full precision.
+``outcore train --lora 4`` takes one step, over bf16 weights that are quantised as they are read (``--load-in-4bit``,
+double quantisation), or over weights that are already quantised in the checkpoint. The constant beside the base's size
+is for Python, torch, TRL and bitsandbytes (about 400 MiB), adapters, activations, and pieces of full-precision weights.
 
 python tests/outside/quantized_memory.py --disk /mnt/nvme
 """
@@ -54,12 +54,12 @@ def main() -> None:
 
 
 def write_base(folder: Path, *, is_packed: bool, **sizes: int) -> tuple[int, int]:
-    """Write a checkpoint. Returns its parameters, and its bytes with its layers doubly quantised."""
+    """Write a checkpoint. Returns its number of parameters, and its bytes with doubly quantised layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from outcore.memory.files.weights_file import write_safetensors
 
-    said = {"quant_method": "bitsandbytes", **CONFIG, "bnb_4bit_compute_dtype": "bfloat16"}  # else fp32
+    said = {"quant_method": "bitsandbytes", **CONFIG, "bnb_4bit_compute_dtype": "bfloat16"}  # the default would be fp32
     packed = {"quantization_config": said} if is_packed else {}
     config = LlamaConfig(vocab_size=260, architectures=["LlamaForCausalLM"], **sizes, **packed)
     config.save_pretrained(folder / "base")
@@ -79,7 +79,7 @@ def write_base(folder: Path, *, is_packed: bool, **sizes: int) -> tuple[int, int
 
 
 def quantized(name: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """As Transformers saves it."""
+    """Quantise a tensor as Transformers saves it."""
     from bitsandbytes.functional import quantize_4bit
 
     packed, state = quantize_4bit(value, compress_statistics=True, quant_type="nf4")
@@ -87,7 +87,7 @@ def quantized(name: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def train(folder: Path, limit: int, nbytes: int, *, is_packed: bool) -> tuple[subprocess.CompletedProcess[str], int]:
-    """A step in a control group, half of the base on the device and half in host memory. Returns also its peak."""
+    """Train a step in a control group, half of the base on the device and half on the host. Returns also its peak."""
     from system.test_container import memory_group, peak_bytes
 
     (folder / "text.txt").write_text("as a user would type it " * 100)
@@ -109,7 +109,7 @@ def train(folder: Path, limit: int, nbytes: int, *, is_packed: bool) -> tuple[su
 
 
 def losses(folder: Path) -> list[float]:
-    """Of the run."""
+    """The losses of the run."""
     return [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 

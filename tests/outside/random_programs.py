@@ -25,7 +25,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
 
 LATE_S = 0.0005
-"""At most, before each operation of a stream of the simulated GPU."""
+"""Longest delay before each operation of a stream of the simulated GPU."""
 GOOD = ("equal", "rounding", "refused", "plain raises")
 
 
@@ -74,7 +74,7 @@ def summary(results: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
 
 
 class Pool:
-    """Workers that run one program after another; one that takes too long, or dies, is replaced."""
+    """Workers that each run one program after another; one that takes too long, or dies, is replaced."""
 
     def __init__(self, jobs: int, longest_s: float, all_s: float, *, is_simulated: bool) -> None:
         self._is_simulated = is_simulated
@@ -118,7 +118,7 @@ class Pool:
 
 
 class Worker:
-    """One process."""
+    """One process that runs programs."""
 
     def __init__(self, *, is_simulated: bool) -> None:
         command = [sys.executable, __file__, "--worker"]
@@ -206,7 +206,7 @@ def show(only: int | None, shrink: int | None) -> int:
 
 
 def shrunk(program: dict[str, Any], result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Take away what is not needed for the same verdict, again and again."""
+    """Repeatedly remove what is not needed for the same verdict."""
     from outside.driver import run_program
 
     def key(r: dict[str, Any]) -> tuple[Any, ...]:
@@ -221,7 +221,7 @@ def shrunk(program: dict[str, Any], result: dict[str, Any]) -> tuple[dict[str, A
             tried.add(text)
             try:
                 outcome = run_program(smaller)
-            except Exception:  # it makes no sense any more
+            except Exception:  # the smaller program makes no sense
                 continue
             if key(outcome) == key(result):
                 program, result, changed = smaller, outcome, True
@@ -249,7 +249,7 @@ PLAIN_BLOCK = {"style": "tensor", "call": "position", "frozen": "no", "kind": "m
 
 
 def simpler(program: dict[str, Any]) -> Any:  # noqa: C901, PLR0912
-    """Programs with one thing less."""
+    """Programs that lack one more thing."""
     steps = program["loop"]["steps"]
     for i in range(len(steps)):
         if len(steps) > 1:
@@ -330,7 +330,7 @@ def without_block(program: dict[str, Any], b: int) -> dict[str, Any] | None:  # 
 
 
 def set_at(nest: Any, path: tuple[Any, ...], value: Any) -> bool:
-    """Set a value; False if it is so already."""
+    """Set a value. Returns False if it is set already."""
     for key in path[:-1]:
         nest = nest[key]
     before = nest[path[-1]]

@@ -1,4 +1,4 @@
-"""Ranks of which one dies, stalls, fails or does what the others do not: how all of them end.
+"""How all ranks end if one of them dies, stalls, fails or does not do what the others do.
 
 python tests/outside/rank_faults.py --runs 100 --jobs 3
 """

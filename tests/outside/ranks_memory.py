@@ -1,8 +1,8 @@
-"""What ranks take together, measured: ``python tests/outside/ranks_memory.py``.
+"""Measures the memory that ranks take together: ``python tests/outside/ranks_memory.py``.
 
-Shared pages count once (PSS). Each way of having weights is held against what the homes of one rank take. Ranks are
-fresh interpreters, which share no pages that one of them writes later. The C library gives back what is freed
-(``MALLOC_MMAP_THRESHOLD_``): else it keeps the gradient of a block that autograd has made and dropped.
+Shared pages count once (PSS). Each way of keeping weights is compared with the homes of a single rank. Ranks are fresh
+interpreters, which share no pages that one of them writes later. The C library is told to return freed memory
+(``MALLOC_MMAP_THRESHOLD_``): otherwise it keeps the gradient of a block that autograd has made and dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     from ranks.conftest import launch
 
     def taken(num_ranks: int, partition: str, gather: str) -> tuple[float, float, float]:
-        """MiB of all ranks: measured, homes and slots of the plan."""
+        """MiB of all ranks: measured, homes, and slots of the plan."""
         how: dict[str, Any] = {"is_fresh": True, "limit_s": 600, "MALLOC_MMAP_THRESHOLD_": "1000000"}
         arguments = [json.dumps([options.width, options.blocks, num_ranks, partition, gather])]
         said = [json.loads(text) for text in launch(CODE.format(folder=str(TESTS)), num_ranks, arguments, **how)]
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def run(width: int, num_blocks: int, num_ranks: int, partition: str, gather: str) -> list[int]:
-    """Of this rank: what it has taken since before ``prepare``, homes and slots. All but the root is in host memory."""
+    """Bytes of this rank: taken since before ``prepare``, homes, and slots. All but the root is in host memory."""
     import torch
     from plans import forced
     from torch import distributed, nn
@@ -87,7 +87,7 @@ def run(width: int, num_blocks: int, num_ranks: int, partition: str, gather: str
 
 
 def pss() -> int:
-    """Bytes of this process; of pages that others have too, its part."""
+    """Bytes of this process, with its share of the pages that others have, too."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 

@@ -1,10 +1,10 @@
-"""Bytes between ranks: what the plan lists, what lanes count, and what the interface has seen.
+"""Bytes between ranks: what the plan lists, what the lanes count, and what the network interface has seen.
 
 Weights are whole on each rank, cut over all of them, or one copy in host memory.
 
     unshare --net sh -c "ip link set lo up; python tests/outside/ranks_wire.py"
 
-``unshare`` gives the ranks a loopback interface of their own, whose counters nobody else moves.
+``unshare`` gives the ranks a loopback interface of their own, whose counters nothing else moves.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ RUN = "from outside.ranks_wire import rank; rank(*sys.argv[1:])"
 
 
 def received_bytes() -> int:
-    """By the loopback interface."""
+    """Bytes received by the loopback interface."""
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[0])
 
 
 def rank(folder: str, partition: str, gather: str) -> None:
-    """One of them."""
+    """Run one rank."""
     import torch
     from plans import forced
     from ranks.cases import Block, Net

@@ -1,4 +1,4 @@
-"""A few architectures of Transformers; ``architectures.py`` tries all."""
+"""A few architectures of Transformers; ``architectures.py`` tries all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .architectures import compare
 @pytest.mark.parametrize(
     ("task", "kind"),
     [
-        ("causal", "gpt2"),  # a cache that attention computes with
+        ("causal", "gpt2"),  # attention computes with a cache
         ("causal", "deepseek_v3"),  # latent attention, experts
         ("causal", "qwen3_5_text"),  # linear attention, whose caches hold other things
         ("image", "beit"),  # blocks take a torch.Size

@@ -14,7 +14,7 @@ NUM_PROGRAMS = 8
 
 
 def _is_steady(program: Program) -> bool:
-    """Without interrupts, whose lines every change of the code moves."""
+    """Whether a program has no interrupts, whose lines move with every change of the code."""
     faults = [m["fault"] for s in program["loop"]["steps"] for m in s["micros"] if m["fault"]]
     return all(f["where"] != "interrupt" for f in faults)
 
@@ -22,7 +22,7 @@ def _is_steady(program: Program) -> bool:
 SEEDS = list(itertools.islice((s for s in itertools.count(30_001) if _is_steady(make_program(s))), NUM_PROGRAMS))
 
 
-ONCE_WRONG = [400_092]  # a forward behind backward still read the weights that an early update replaced
+ONCE_WRONG = [400_092]  # a forward after backward still read weights that an early update was replacing
 
 
 @pytest.mark.parametrize("seed", SEEDS + ONCE_WRONG)

@@ -1,10 +1,10 @@
-"""torch's own databases: every module as a block trained plain and prepared, every configuration of every optimizer.
+"""torch's own databases: every module as a block, trained plain and prepared, and every configuration of an optimizer.
 
     OUTSIDE_SECONDS=330 OUTSIDE_INPUTS=2 python tests/outside/torch_modules.py modules
     python tests/outside/torch_modules.py optimizers
 
-Runs where torch has its test databases (torch.testing._internal), which need `expecttest` or `hypothesis` in some
-versions. Prints counts, and the names of what differs.
+Runs if torch has its test databases (torch.testing._internal), which need `expecttest` or `hypothesis` in some
+versions. Prints counts, and the names of cases that differ.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ STEPS = 3
 CASE_S = 10
 LONGEST_S = float(os.environ.get("OUTSIDE_SECONDS", "inf"))
 INPUTS = int(os.environ.get("OUTSIDE_INPUTS", "2"))
-"""So many inputs of each module are tried: one module has over 500."""
+"""Number of inputs tried for each module; one module has over 500."""
 HOMES = ("device", "host", "disk")
 
 
 class Wrapped(nn.Module):
-    """A module of the database as one of two blocks, with a layer that is trained before it and one behind."""
+    """A module of the database as two blocks, over inputs that are scaled by a trained parameter."""
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Wrapped(nn.Module):
 
 
 class Unit(nn.Module):
-    """One block: the module, and a parameter, so that modules without any are units too."""
+    """One block: the module and a parameter, so that modules without any are units, too."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def _is_float(value: Any) -> bool:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, call: Callable[[], Any]) -> list[torch.Tensor]:
-    """Some steps; everything that can be compared."""
+    """Train some steps. Returns everything that can be compared."""
     seen = []
     for step in range(STEPS):
         torch.manual_seed(step)
@@ -83,7 +83,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, call: Callable[[],
 
 
 def compare(*args: Any, **kwargs: Any) -> str:
-    """Verdict of plain against prepared, on each tier, or that it took too long."""
+    """Return the verdict of plain against prepared on each tier, or that it took too long."""
     signal.signal(signal.SIGALRM, _stop)
     signal.alarm(CASE_S)
     try:
@@ -148,7 +148,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def modules() -> Iterator[tuple[str, str]]:
-    """Each module of the database, with each of its inputs: as two blocks, and as the whole model."""
+    """Each module of the database with each of its inputs: as two blocks, and as the whole model."""
     from torch.testing._internal.common_modules import module_db
 
     for info in module_db:
@@ -192,7 +192,7 @@ def modules() -> Iterator[tuple[str, str]]:
 
 
 class Whole(nn.Module):
-    """The module is all there is, but for one parameter."""
+    """A model with the module and one parameter."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ SUPPORTED = ("AdamW", "Adam", "SGD", "Adagrad")
 
 
 def optimizers() -> Iterator[tuple[str, str]]:
-    """Each configuration of each optimizer; those that are not supported must be refused by name."""
+    """Each configuration of each optimizer; unsupported ones must be refused by name."""
     from torch.testing._internal.common_optimizers import optim_db
 
     for info in optim_db:
@@ -225,7 +225,7 @@ def optimizers() -> Iterator[tuple[str, str]]:
                     and not kwargs.get("capturable")
                     else {}
                 )
-                # Each its own group: fused SGD raises where parameters of a group get their first gradients apart.
+                # A group for each: fused SGD raises where a group's parameters get first gradients in different steps.
                 return info.optim_cls(model.parameters(), **{**kwargs, **fused})
 
             def call(model: nn.Module) -> Any:
@@ -240,7 +240,7 @@ def _tower() -> nn.Module:
 
 
 class TooLongError(Exception):
-    """One case took longer than a case may."""
+    """One case took longer than it may."""
 
 
 def _stop(*_: Any) -> None:
@@ -248,7 +248,7 @@ def _stop(*_: Any) -> None:
 
 
 def timed(found: Iterator[tuple[str, str]], all_s: float) -> Iterator[tuple[str, str]]:
-    """Begin no further case after so long, and say on stderr how far it is."""
+    """Begin no case after ``all_s``, and report progress on stderr."""
     start_s = time.monotonic()
     for number, (name, verdict) in enumerate(found, start=1):
         print(f"{number} {time.monotonic() - start_s:.0f} s {name}: {verdict[:150]}", file=sys.stderr, flush=True)
@@ -259,7 +259,7 @@ def timed(found: Iterator[tuple[str, str]], all_s: float) -> Iterator[tuple[str,
 
 
 def show(what: str, found: Iterator[tuple[str, str]]) -> bool:
-    """Print counts, refusals by sentence, and what differs."""
+    """Print counts, refusals by message, and what differs."""
     results = list(timed(found, LONGEST_S))
     kinds = collections.Counter(
         v.split(":")[0].split(" ")[0] + (" out" if v.startswith("left") else "") for _, v in results

@@ -1,4 +1,4 @@
-"""What is run: a model, a plan, a setting. Plans put units on tiers by force, as no planner would."""
+"""The runs: a model, a plan, a setting. Plans put units on tiers by force, without the planner."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from . import zoo
 from .loops import Record, Setting, plain_backward, streamed_loop
 
 KINDS = ("device", "fits", "host", "disk", "mixed")
-"""``fits``: as ``device``, and plain where it can be."""
-ROOMS = (0, 2**15, 2**30)  # for activations: none, for some calls, for all
+"""``fits`` is ``device``, but plain if possible."""
+ROOMS = (0, 2**15, 2**30)  # bytes for activations: none, for some calls, for all
 PRECISIONS = ("fp32", "bf16", "pure_bf16")
 POLICIES = ("recompute", "keep", "select", "mixed")
 MIXED = (
@@ -51,7 +51,7 @@ MIXED = (
     ("host", "device", "disk"),
     ("disk", "disk", "disk"),
 )
-"""Home tiers (weights, gradients, states): all 19 legal combinations, neighbours differing in nearly everything."""
+"""Home tiers (weights, gradients, states): all 19 legal combinations; neighbours differ in nearly everything."""
 
 
 PLAIN = Setting()
@@ -64,18 +64,18 @@ class Case:
     name: str
     kind: str
     setting: Setting = PLAIN
-    policy: str = "recompute"  # or "keep", "select"; "mixed" takes turns
-    activations: str = "device"  # where what is saved rests; "mixed" takes turns
-    promised: bool = False  # accumulation_steps and, without clipping, clipping=False are given to prepare
-    share: float = 0.0  # of the units that can be, updated on the device through staging slots
+    policy: str = "recompute"  # or "keep", "select"; "mixed" alternates
+    activations: str = "device"  # where saved activations rest; "mixed" alternates
+    promised: bool = False  # prepare gets accumulation_steps and, without clipping, clipping=False
+    share: float = 0.0  # share of the units that are updated on the device through staging slots
     early: bool = False  # with promised: every unit that can be is updated inside backward
     in_turn: bool = False  # units whose states are still in slots are not updated first
     depth: int = 1
     offset: int = 0  # where a mixed plan begins in MIXED
-    units: tuple[Any, ...] | None = None  # classes or names instead of those that are found
+    units: tuple[Any, ...] | None = None  # classes or names, instead of the units that are found
     is_minimal: bool = False  # one slot of each kind
     room: int = 0  # bytes for activations of units that the policy would recompute
-    pieces: int = 1  # in which units run a batch
+    pieces: int = 1  # pieces in which units run a batch
 
     def __str__(self) -> str:
         parts = [
@@ -110,7 +110,7 @@ class Case:
         return options
 
     def plan(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
-        """The plan for a model, with tiers as this case wants them."""
+        """Return the plan for a model, with the tiers of this case."""
         comfort = Comfort(prefetch_depth=self.depth, num_buckets=2, max_slots_host=3)
         spec, plan = forced(
             model,
@@ -140,12 +140,12 @@ def run(case: Case, folder: Path, *, prepare: Callable[..., Any] | None = None, 
 
 
 def run_checked(case: Case, folder: Path, *, is_nosy: bool = False, **faults: Any) -> Record:
-    """Train with faults under the race checker, which raises where two accesses are not ordered.
+    """Train with faults under the race checker, which raises if two accesses are not ordered.
 
     Args:
         case: What to train.
         folder: Of the disk tier.
-        is_nosy: Look at weights, gradients and states whenever a loop may, which changes no result.
+        is_nosy: Whether to look at weights, gradients and states whenever a loop may, which changes no result.
         faults: Fields of ``Faults``.
     """
     from outcore.api import prepare_for_test
@@ -178,17 +178,17 @@ def _backward_and_look(model: nn.Module, batch: zoo.Batch, micro_batches: int) -
 
 
 def _backward_and_leave_off(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """Begin another backward, for which activations are brought back that nobody uses then."""
+    """Begin another backward, which brings activations back that nothing uses."""
     loss = plain_backward(model, batch, micro_batches)
     model.eval()
-    last = [p for p in model.parameters() if p.requires_grad][-4:]  # some of the last unit
+    last = [p for p in model.parameters() if p.requires_grad][-4:]  # some parameters of the last unit
     torch.autograd.grad(zoo.loss(model, batch), last, allow_unused=True)
     model.train()
     return loss
 
 
 def spoil_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Write gradients, about to be dropped, while updates may still read them. Division by 3 needs the bytes."""
+    """Overwrite gradients, about to be dropped, while updates may still read them. Division by 3 needs the bytes."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
@@ -201,7 +201,7 @@ def _read_states(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) 
 
 
 def tiers(kind: str, i: int, offset: int = 0) -> tuple[str, str, str]:
-    """Home tiers of unit ``i``; unit 0 is the root, whose weights are always resident.
+    """Return the home tiers of unit ``i``; unit 0 is the root, whose weights are always resident.
 
     Beside ``KINDS`` there is ``"resident"``: weights stay on the device, the rest on the host.
     """
@@ -216,14 +216,14 @@ def tiers(kind: str, i: int, offset: int = 0) -> tuple[str, str, str]:
 
 
 def unit_policy(policy: str, i: int) -> str:
-    """The policy of unit ``i``."""
+    """Return the policy of unit ``i``."""
     return policy if policy != "mixed" else ("keep", "recompute", "select")[i % 3]
 
 
 def pairwise() -> Iterator[Case]:
-    """Every kind of plan, precision and policy together, and every pair of any two other choices somewhere among them.
+    """Yield every combination of plan kind, precision and policy, with all pairs of other choices somewhere among them.
 
-    Greedy: each case takes, of some random choices, the one with most pairs that are new for the time that it takes.
+    Greedy: Greedy: each case takes, of random choices, the one with the most new pairs for its time.
     """
     rng = random.Random(3)
     seen: set[tuple[object, ...]] = set()
@@ -254,13 +254,13 @@ CHOICES: dict[str, Sequence[Any]] = {
 
 
 def pairs(chosen: dict[str, Any]) -> set[tuple[object, ...]]:
-    """All pairs of choices that a case covers, without the offset."""
+    """Return all pairs of choices that a case covers, without the offset."""
     names = sorted(set(chosen) - {"offset"})
     return {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
 
 
 def _cost(chosen: dict[str, Any]) -> float:
-    """About how long it takes, in forward passes of a small model."""
+    """Return about how long a case takes, in forward passes of a small model."""
     return (1 + chosen["micro_batches"]) * {"lora": 1.5, "llama": 1.2, "mixtral": 1.1}.get(chosen["name"], 0.9)
 
 

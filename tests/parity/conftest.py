@@ -1,4 +1,4 @@
-"""Early updates that have all the time they need."""
+"""Early updates with all the time that they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def patient_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
         for attempt in self._attempts.values():
             updated = attempt.gradients.unit.ledger.next_weights.ready
             assert updated is not None
-            updated.wait_issued()  # nothing that the race checker would take for an order
+            updated.wait_issued()  # the race checker takes this for no order
 
     monkeypatch.setattr(EarlyUpdates, "settle", settle)
     monkeypatch.setattr(_Attempt, "is_due", lambda self: self._is_made is not False)

@@ -1,4 +1,4 @@
-"""The plain loop, the streamed loop, and the comparison of what they recorded: bit for bit."""
+"""The plain loop, the streamed loop, and the comparison of their records: bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "eps": (1e-9, 1e-3), "weight_decay": 0.1}),
 }
 BY_RULE = ("adamw foreach", "rmsprop", "nadam", "radam", "adamax", "adadelta", "lion", "adafactor", "muon")
-"""Those without a fused kernel; ``muon`` has AdamW beside it for all that is no matrix."""
+"""Optimizers without a fused kernel; ``muon`` has AdamW beside it for parameters that are no matrices."""
 
 Moments = dict[str, dict[str, torch.Tensor]]
 
@@ -61,7 +61,7 @@ class Setting:
 
 
 def max_norm(name: str, clipping: str) -> float:
-    """``"on"`` clips some steps of the model, ``"always"`` all of them."""
+    """Return the limit: ``"on"`` clips some steps of the model, ``"always"`` all of them."""
     return _SOMETIMES.get(name, 1.3) if clipping == "on" else 0.05
 
 
@@ -93,11 +93,11 @@ class Record:
 
 
 Backward = Callable[[nn.Module, zoo.Batch, int], torch.Tensor]
-"""Model, batch, micro-batches per step -> what is recorded as the loss of the micro-batch."""
+"""Model, batch, micro-batches per step -> the loss that is recorded for the micro-batch."""
 
 
 def plain_backward(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """Forward and backward of one micro-batch, as everybody writes it."""
+    """Run the usual forward and backward of one micro-batch."""
     loss = zoo.loss(model, batch) / micro_batches
     loss.backward()
     return loss
@@ -111,13 +111,13 @@ def plain_loop(
     backward: Backward = plain_backward,
     edit: Callable[[nn.Module], None] | None = None,
 ) -> Record:
-    """Train in memory as anybody would. bf16 keeps fp32 accumulators and masters beside a bf16 model.
+    """Train in memory, as usual. bf16 keeps fp32 accumulators and masters beside a bf16 model.
 
     Args:
         name: Model of the zoo.
         setting: How to train.
-        backward: Instead of the ordinary forward and backward of a micro-batch.
-        edit: Changes the model before the optimizer is made.
+        backward: Replaces the ordinary forward and backward of a micro-batch.
+        edit: Changes the model before the optimizer is built.
     """
     model = zoo.make(name, setting.precision)
     if edit is not None:
@@ -153,7 +153,7 @@ def plain_loop(
 
 
 def accumulate(trained: Mapping[str, nn.Parameter], updated: Mapping[str, nn.Parameter]) -> None:
-    """Add a micro-batch's gradients to the masters' fp32 accumulators and drop them; no gradient, no accumulator."""
+    """Add a micro-batch's gradients to the masters' fp32 accumulators, then drop them; no gradient, no accumulator."""
     for n, p in trained.items():
         if p is updated[n] or p.grad is None:
             continue
@@ -190,8 +190,8 @@ def streamed_loop(
         backward: As for the plain loop.
         edit: As for the plain loop.
         make_plan: Builds the plan from the model and the optimizer, just before ``prepare``.
-        prepare: Instead of ``outcore.prepare``.
-        read: Instead of ``outcore.named_tensors``.
+        prepare: Replaces ``outcore.prepare``.
+        read: Replaces ``outcore.named_tensors``.
         after_step: Called after each step with the model, the optimizer and the step's number.
         options: Further arguments of ``prepare``.
     """
@@ -233,14 +233,14 @@ def streamed_loop(
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What ``outcore.named_tensors`` gives, of a plain model."""
+    """Return what ``outcore.named_tensors`` would give, for a plain model."""
     yield from model.named_parameters()
     saved = model.state_dict()
     yield from ((n, b) for n, b in model.named_buffers() if n in saved)
 
 
 def finish(record: Record, model: nn.Module, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Record what training left beside tensors, and the dependency labels that the run used."""
+    """Record what training left besides tensors, and the dependency labels that the run used."""
     record.state_dict = {n: t.detach().clone() for n, t in model.state_dict().items()}
     trained = {n for n, p in model.named_parameters() if p.requires_grad}  # Adagrad keeps states of frozen ones, too
     record.moments = {n: s for n, s in moments(optimizer, names).items() if n in trained}
@@ -250,9 +250,9 @@ def finish(record: Record, model: nn.Module, optimizer: torch.optim.Optimizer, n
 
 
 def moments(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Moments:
-    """States by parameter name, read from ``state_dict`` in torch's format.
+    """Return states by parameter name, read from ``state_dict`` in torch's format.
 
-    Without those of parameters that made no step: where there are masters they are saved with these from the start.
+    Parameters without a step are left out: where there are masters, their states are saved from the start.
     """
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     state = optimizer.state_dict()["state"]
@@ -266,7 +266,7 @@ def moments(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Momen
 def build_optimizer(
     setting: Setting, named: Mapping[str, nn.Parameter], *, is_fused: bool = False
 ) -> torch.optim.Optimizer:
-    """One group, or two as the Hugging Face trainer makes them."""
+    """Build an optimizer with one group, or with two like the Hugging Face trainer."""
     if setting.optimizer == "muon":
         matrices = {n: p for n, p in named.items() if p.ndim == 2}
         rest = {n: p for n, p in named.items() if p.ndim != 2}
@@ -290,7 +290,7 @@ def build_optimizer(
 
 
 class Both(Joined):
-    """Two optimizers that a plain loop can step as one."""
+    """Two optimizers that a plain loop steps as one."""
 
     def __init__(self, members: list[torch.optim.Optimizer]) -> None:
         super().__init__(members)
@@ -303,7 +303,7 @@ class Both(Joined):
 
 
 def _fused_where_it_trains(cls: type, group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where ``fused=True`` skips elements, parameters step without it."""
+    """Split a group: parameters for which ``fused=True`` skips elements step without it."""
     parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for p in group["params"]:
         parts[trains_fused(cls, p.dtype, p.device.type)].append(p)
@@ -311,7 +311,7 @@ def _fused_where_it_trains(cls: type, group: dict[str, Any]) -> list[dict[str, A
 
 
 def build_scheduler(setting: Setting, optimizer: torch.optim.Optimizer) -> Any:
-    """A schedule under which every step has another rate."""
+    """Build a schedule that gives every step another rate."""
     if setting.scheduler == "lambda":
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4 if step < 3 else 1 / step)
     if setting.scheduler == "cosine":
@@ -331,7 +331,7 @@ def closing(optimizer: Any) -> Iterator[None]:
 
 
 def _outcore() -> Any:
-    import outcore  # here, so that the plain loops need nothing of it
+    import outcore  # imported here, so that the plain loops do not need it
 
     return outcore
 
@@ -340,7 +340,7 @@ def _outcore() -> Any:
 
 
 def assert_equal(plain: Record, streamed: Record) -> None:
-    """Losses, norms, rates, parameters, buffers, moments and steps agree bit for bit.
+    """Assert that losses, norms, rates, parameters, buffers, moments and steps agree bit for bit.
 
     Raises:
         AssertionError: Names the first tensor that differs: step counts first, which explain the rest, then in the
@@ -360,7 +360,7 @@ def assert_equal(plain: Record, streamed: Record) -> None:
 
 
 def _is_in_its_beginning(state: Mapping[str, torch.Tensor]) -> bool:
-    """Beside a master states are there before the first step, and stay so without a gradient."""
+    """Return whether no step changed the state: beside a master, states exist before the first step."""
     return "master" in state and not any(bool(t.any()) for name, t in state.items() if name != "master")
 
 

@@ -1,7 +1,7 @@
 """Timing never shows: parity with late lanes, permuted lanes and poisoned frees, and no unordered access anywhere.
 
-What each case is for stands behind it. Together they have every model, tier, precision, policy and depth, one and more
-micro-batches, every way of clipping, and updates of all three kinds: behind forward, on the device, inside backward.
+A comment behind a case says what it is for. Together they have every model, tier, precision, policy and depth, one and
+more micro-batches, every way of clipping, and three kinds of updates: during forward, on the device, inside backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def case(name: str, kind: str, precision: str = "fp32", *, micro_batches: int = 
 
 
 CASES = [
-    case("patchwork", "mixed", micro_batches=3, policy="mixed", depth=2),  # blocks skipped, moved and used twice
+    case("patchwork", "mixed", micro_batches=3, policy="mixed", depth=2),  # blocks are skipped, moved and used twice
     case("patchwork", "disk", "bf16", clipping="always"),
     case("gpt2", "mixed", "bf16", micro_batches=3, policy="mixed", offset=4),
     case("llama", "disk", clipping="off", policy="keep", depth=2),
@@ -57,7 +57,7 @@ LATE = [
 ]
 
 
-# Each case is disturbed in one way, and attempts that clipping undoes in both: the other way reaches no other branch.
+# Each case is disturbed in one way. Attempts that clipping undoes have both: the other cases reach no new branch by it.
 @pytest.mark.parametrize("case", [*CASES[1::2], CASES[14]], ids=str)
 def test_all_lanes_late(case: Case, tmp_path: Path) -> None:
     late = dict.fromkeys(LANES, LATE_S)

@@ -57,7 +57,7 @@ CASES = [
     _case("host", optimizer="muon"),
     _case("disk", optimizer="muon", clipping="off", promised=True, early=True),
     _case("host", optimizer="adafactor", share=0.5),
-    _case("host", "patchwork"),  # some of its parameters are in fp32, whose masters are as ever
+    _case("host", "patchwork"),  # some of its parameters are in fp32, whose masters are as usual
 ]
 
 
@@ -83,7 +83,7 @@ def test_with_moments_in_fewer_bytes_it_equals_fp32_masters_beside_these(
 
 
 def test_the_ties_that_have_a_code_are_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nothing above would have shown that they come back."""
+    """Else the tests above would not show that they come back."""
     seen: list[int] = []
 
     def close(room: torch.Tensor, weights: torch.Tensor, lower: torch.Tensor, codes: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Updates inside backward: the bits of the plain loop, be an attempt kept, dropped, or overtaken by the user."""
+"""Updates inside backward: the bits of the plain loop, if an attempt is kept, dropped, or overtaken by the user."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 4
 
 @pytest.fixture
 def outcomes(monkeypatch: pytest.MonkeyPatch, patient_attempts: None) -> Counter[str]:
-    """How many attempts there were, and how many were kept."""
+    """Count attempts, and attempts that were kept."""
     counts: Counter[str] = Counter()
     work, keep = _Attempt.out_of_place, EarlyUpdates.keep
 
@@ -115,7 +115,7 @@ class TestSpeculation:
         assert {"never": kept == started, "on": 0 < kept < started, "always": kept == 0}[clipping]
 
     def test_one_spike(self, outcomes: Counter[str], tmp_path: Path) -> None:
-        """One step whose gradients are a hundred thousand times larger than the limit."""
+        """The gradients of one step are a hundred thousand times larger than the limit."""
         c = case("llama", "mixed", precision="bf16", clipping="always")
 
         def spiking() -> Callable[[nn.Module, zoo.Batch, int], torch.Tensor]:
@@ -136,7 +136,7 @@ class TestSpeculation:
 def train(
     model: nn.Module, optimizer: Any, name: str, before_step: Callable[[int], bool], scale: Callable[[int], float]
 ) -> list[torch.Tensor]:
-    """Some steps; ``before_step`` may change anything and says whether to step."""
+    """Take some steps; ``before_step`` may change anything and says whether to step."""
     losses = []
     torch.manual_seed(3)
     for step, batch in enumerate(zoo.batches(name, steps=6, micro_batches=1)):
@@ -150,7 +150,7 @@ def train(
 
 
 class TestUserCameBetween:
-    """What a user may do between backward and step counts, as it does in the plain loop."""
+    """Whatever a user does between backward and step counts, as it does in the plain loop."""
 
     def compare(
         self,
@@ -208,7 +208,7 @@ class TestUserCameBetween:
                 if step == 2 and p.grad is not None:
                     p.grad.mul_(0.5)
                 if step == 3 and p.grad is not None:
-                    p.grad.div_(3.0 if zoo.DEVICE == "cpu" else 2.0)  # needs the bytes
+                    p.grad.div_(3.0 if zoo.DEVICE == "cpu" else 2.0)  # division by 3 needs the bytes
                 if step == 4 and p.grad is not None:
                     p.grad.clamp_(-1e-3, 1e-3)
             return True
@@ -265,7 +265,7 @@ class TestUserCameBetween:
 
 
 def run_freely(c: Case, folder: Path, **faults: Any) -> Record:
-    """Without the race checker, which has every attempt made."""
+    """Run without the race checker, which makes every attempt."""
 
     def prepare(model: nn.Module, optimizer: Any, **options: Any) -> Any:
         return prepare_for_test(model, optimizer, faults=Faults(**faults), **options)
@@ -274,7 +274,7 @@ def run_freely(c: Case, folder: Path, **faults: Any) -> Record:
 
 
 class TestTooFewToMakeAll:
-    """Which attempts are made hangs on timing, the result does not."""
+    """Timing decides which attempts are made, but not the result."""
 
     @pytest.mark.parametrize(
         ("kind", "seed"),
@@ -303,13 +303,13 @@ class TestTooFewToMakeAll:
 
     @pytest.mark.parametrize("offset", [2, 6, 11])
     def test_gradients_on_every_tier_share_slots(self, offset: int, tmp_path: Path) -> None:
-        """A copy out of the device runs even if the update that it is for is not made."""
+        """A copy out of the device runs even if its update is not made."""
         c = case("gpt2", "mixed", offset=offset, clipping="off", optimizer="nesterov")
         delays = {"update": 0.004, "d2h": 0.004}
         assert_equal(plain_loop(c.name, c.setting), run_freely(c, tmp_path, delays=delays))
 
     def test_the_overtaken_are_updated_by_step(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where updates are slower than backward some attempts are made, and some are left to ``step()``."""
+        """If updates are slower than backward, some attempts are made, and some units are left to ``step()``."""
         kept = Counter[bool]()
         keep = EarlyUpdates.keep
 
@@ -326,7 +326,7 @@ class TestTooFewToMakeAll:
 
 
 def test_fewer_micro_batches_than_promised(tmp_path: Path) -> None:
-    """The rest is flushed by step()."""
+    """``step()`` flushes the rest."""
     c = Case("llama", "host", Setting(micro_batches=1, steps=3, clipping="off"))
     promised = Case("llama", "host", Setting(micro_batches=2, steps=3, clipping="off"), promised=True, early=True)
     options = promised.options(tmp_path)

@@ -1,4 +1,4 @@
-"""The harness can fail: planted faults of the kind that engines had are each named in the message."""
+"""The harness can fail: planted faults, such as engines had, are each named in the message."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .loops import Record, Setting, assert_equal, plain_loop, streamed_loop
 
 
 def _identity(model: nn.Module, optimizer: Any, **options: Any) -> tuple[nn.Module, Any]:
-    """Stands in for prepare: everything stays as it is, but on the device."""
+    """Stand in for prepare: everything stays as it is, but on the device."""
     model.to(zoo.DEVICE)
-    for state in optimizer.state.values():  # Adagrad's are made with it
+    for state in optimizer.state.values():  # Adagrad's constructor makes its states
         state.update({name: value.to(zoo.DEVICE) for name, value in state.items()})
     for group in optimizer.param_groups:
         group["fused"] = True
@@ -70,7 +70,7 @@ def test_the_patchwork_skips_and_reuses() -> None:
 
 
 class _Spoiled:
-    """A prepare that goes wrong in one way."""
+    """A prepare that makes one mistake."""
 
     def __init__(self, fault: str) -> None:
         self.fault = fault

@@ -1,4 +1,4 @@
-"""Slots keep what they brought to disk: it is not read again, unless anybody else wrote there since."""
+"""Slots keep what they brought to disk: it is not read again, unless something else wrote there since."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def nothing(*_: Any) -> None:
 
 
 class Disturbed:
-    """Trains the plain way and streamed, with something between backward and step."""
+    """Trains plain and streamed, with a disturbance between backward and step."""
 
     def __init__(self, case: Case, between: Between) -> None:
         self.case, self.between = case, between
 
     def __call__(self, tmp_path: Path) -> list[Counter[str]]:
-        """What each step reads, by operation."""
+        """Return the number of reads of each step, by operation."""
         plain = zoo.make(self.case.name, "fp32").to(zoo.DEVICE)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
         model = zoo.make(self.case.name, "fp32")

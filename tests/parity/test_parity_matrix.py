@@ -25,14 +25,14 @@ def test_streamed_training_equals_the_plain_loop(case: Case, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["lora", "mixtral"])
 @pytest.mark.parametrize(("policy", "tier"), [*itertools.product(spec.POLICIES, spec.TIERS)])
 def test_every_policy_on_every_tier(policy: str, tier: str, name: str, tmp_path: Path) -> None:
-    """Of adapters and of experts, with accumulation, clipping in every step, and shapes that change."""
+    """Adapters and experts, with accumulation, clipping in every step, and changing shapes."""
     case = Case(name, "host", Setting(micro_batches=3, clipping="always"), policy, tier)
     assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, poison=True))
 
 
 @pytest.mark.parametrize(("kind", "early"), [("host", True), ("disk", False), ("disk", True), ("mixed", False)])
 def test_many_steps(kind: str, *, early: bool, tmp_path: Path) -> None:
-    """Slots go round, and turn by turn keep what they brought: longer than any of their cycles."""
+    """Slots take turns and keep their bytes at times: the run is longer than any of their cycles."""
     setting = Setting(precision="bf16", micro_batches=2, clipping="off", steps=12)
     case = Case("patchwork", kind, setting, promised=early, early=early, depth=2)
     assert_equal(plain_loop(case.name, case.setting), run_checked(case, tmp_path, poison=True))
@@ -43,7 +43,7 @@ def test_many_steps(kind: str, *, early: bool, tmp_path: Path) -> None:
     [("llama", "adamw", "bf16"), ("patchwork", "sgd", "fp32"), ("lora", "adagrad", "pure_bf16")],
 )
 def test_updates_in_many_blocks(name: str, optimizer: str, precision: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """As those of large parameters: of 64 elements, where all of a small one would fit into one."""
+    """Large parameters have many blocks; here blocks have 64 elements, since all of a small one would fit into one."""
     monkeypatch.setattr("outcore.runtime.updates.block_sizes.USUAL_BYTES", 256)
     streamed, real = list[bool](), blocks._stream
     monkeypatch.setattr(blocks, "_stream", lambda *given: streamed.append(real(*given)) or streamed[-1])

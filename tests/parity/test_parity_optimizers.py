@@ -1,4 +1,4 @@
-"""Optimizers that have no fused kernel: the bits of torch's own step, wherever their states live."""
+"""Optimizers without a fused kernel: the bits of torch's own step, wherever their states live."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .loops import BY_RULE, Setting, assert_equal, plain_loop
 from .zoo import DEVICE
 
 MODEL = "patchwork" if DEVICE == "cpu" else "qwen3"
-"""The simulated GPU multiplies parameters without dimensions in another precision than the others."""
-# What each adds to the one before it is what differs between rules: casts, factors, copies, second homes, slots.
+"""The simulated GPU multiplies parameters without dimensions in another precision than others."""
+# Each adds something in which rules differ: casts, factors, copies, second homes, slots.
 KINDS = {
     "fits": Case(MODEL, "fits", Setting(groups="two", clipping="on")),
     "device": Case(MODEL, "device", Setting(precision="bf16", micro_batches=2)),
@@ -37,8 +37,8 @@ def test_an_optimizer_by_rule_equals_its_torch_step(optimizer: str, kind: str, t
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("fits", "mixed")])
 @pytest.mark.parametrize("optimizer", ["adamw:bf16", "adamw:8bit", "nadam:bf16"])
 def test_states_in_fewer_bytes_are_the_same_wherever_they_live(optimizer: str, kind: str, tmp_path: Path) -> None:
-    """There is no plain loop with such states: the plan with all on the device, which updates at once, is held against
-    the others. What a step does is compared with torch's in ``tests/optim/test_formats.py``."""
+    """No plain loop has such states, so other plans are compared with the one that has all on the device and updates at
+    once. ``tests/optim/test_formats.py`` compares a step with torch's."""
     case = KINDS[kind]
     setting = dataclasses.replace(case.setting, optimizer=optimizer, steps=3)
     at_once = Case("qwen3", "device", setting)

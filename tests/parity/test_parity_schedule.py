@@ -1,4 +1,4 @@
-"""Loops that are not alike in every step come to what the schedule of their visits says."""
+"""Loops whose steps differ submit what the schedule of their visits says."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ class Watch:
 
 
 def fixed_order(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """The patchwork with block 1 used twice, and the same blocks in every step."""
+    """Use block 1 of the patchwork twice, and the same blocks in every step."""
     loss = zoo.loss(model, {**batch, "order": (0, 1, 1, 2, 4)}) / micro_batches
     loss.backward()
     return loss
 
 
 def two_forwards(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """As preference losses do: two forwards, then one backward through both."""
+    """Run two forwards, then one backward through both, like preference losses."""
     loss = (zoo.loss(model, batch) + 2 * zoo.loss(model, batch)) / micro_batches
     loss.backward()
     return loss
@@ -106,7 +106,7 @@ class InterruptedForwardError(Exception):
 
 
 def interrupted(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """A forward that ends in the middle, and one that leads nowhere, before the one that counts."""
+    """Run a forward that ends in the middle, and one without a backward, before the one that counts."""
 
     def fail(*_: Any) -> None:
         raise InterruptedForwardError
@@ -120,7 +120,7 @@ def interrupted(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch
 
 
 def walked_twice(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """An evaluation between forward and backward, and two backwards through one graph."""
+    """Evaluate between forward and backward, and walk one graph twice."""
     loss = zoo.loss(model, batch) / micro_batches
     with torch.no_grad():
         zoo.loss(model, batch)
@@ -130,7 +130,7 @@ def walked_twice(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torc
 
 
 class Disturbed:
-    """An ordinary loop but for one step."""
+    """An ordinary loop except for one step."""
 
     def __init__(self, step: int, disturbance: Backward) -> None:
         self.step, self.disturbance = step, disturbance
@@ -166,7 +166,7 @@ def test_evaluation_without_steps_is_fetched_ahead(is_frozen: bool, tmp_path: Pa
     names = [name for _, name, _ in watch.steps[-1]]
     units = [name.removeprefix("use weights of ") for name in names if name.startswith("use weights of")]
     assert len(units) == 4
-    for before, unit in itertools.pairwise(units):  # at the latest while the unit before computes
+    for before, unit in itertools.pairwise(units):  # at the latest while the previous unit computes
         assert f"fetch {unit}" not in names or names.index(f"fetch {unit}") < names.index(f"use weights of {before}")
     assert sum(name.startswith("fetch") for name in names) == len(units)
 
@@ -199,7 +199,7 @@ def test_a_unit_that_is_in_use_keeps_its_slot() -> None:
     plan = Plan(precision="fp32", units=units, pools=pools, prefetch_depth=0)
     watch.prepare(model, None, plan=plan, units=["a", "b", "c"])
     try:
-        with torch.no_grad():  # b comes while a is bound, and a is what is needed last
+        with torch.no_grad():  # b comes while a is bound, and a is needed last
             assert all(torch.equal(model(batch), expected) for _ in range(4))
     finally:
         outcore.close(model)
@@ -214,20 +214,20 @@ def check(case: Case, folder: Path, **more: Any) -> None:
     lanes = (COMPUTE, *(lane.value for lane in Lane))
     submitted = {lane: on(watch.steps[-2], lane) for lane in lanes}
     expected = [{lane: as_submitted(step, lane) for lane in lanes} for step in watch.schedules(visits)]
-    if submitted not in expected:  # where slots keep states, steps take turns
+    if submitted not in expected:  # steps take turns where slots keep states
         assert submitted == expected[-1]
 
 
 def on(log: Log, lane: str) -> list[tuple[str, int]]:
-    """A lane's operations that a schedule knows; those of compute without bytes."""
-    if lane != COMPUTE:  # the clip factor leaves an accelerator
+    """Return the operations of a lane that a schedule knows; those of compute without bytes."""
+    if lane != COMPUTE:  # the clip factor is copied from an accelerator
         return [(name, nbytes) for of, name, nbytes in log if of == lane and name != "clip factor"]
     known = ("use weights", "gradients of", "accumulate", "update")
     return [(name, 0) for of, name, _ in log if of == lane and name.startswith(known)]
 
 
 def as_submitted(expected: Schedule, lane: str) -> list[tuple[str, int]]:
-    """What a schedule says of a lane, as the runtime names it."""
+    """Return the operations of a lane in a schedule, with the runtime's names."""
     ops = [op for op in expected.operations if op.lane == lane]
     names = [f"use weights of {op.unit or 'root'}" if op.kind in PHASES else op.name for op in ops]
     return [(name, 0 if lane == COMPUTE else op.nbytes) for name, op in zip(names, ops, strict=True)]

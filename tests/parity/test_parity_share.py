@@ -1,4 +1,4 @@
-"""Updates on the device of states from host memory: the bits of the plain loop, for any share of the units."""
+"""Updates on the device with states from host memory: the bits of the plain loop, for any share of the units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .loops import Setting, assert_equal, plain_loop
 
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Labels of the units that were updated so."""
+    """Return the list of units that were updated through staging."""
     labels: list[str] = []
     work = UnitUpdate.staged
 

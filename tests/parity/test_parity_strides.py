@@ -1,4 +1,4 @@
-"""Parameters that are not row-major: kernels are chosen by strides, so they must stay as they are."""
+"""Parameters that are not row-major: strides choose the kernels, so they must stay as they are."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_units_of_unequal_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "depth"), [("llama", 0), ("patchwork", 1), ("llama", 2)])
 def test_one_slot_of_each_kind(name: str, depth: int, tmp_path: Path) -> None:
-    # Only what a run cannot do without: the next unit's slot is always the one that was used last.
+    # Only the slots that a run cannot do without: the next unit's slot is always the one that was used last.
     case = Case(name, "disk", Setting(precision="bf16", micro_batches=3), depth=depth, is_minimal=True)
     check(case, tmp_path)
 
@@ -145,7 +145,7 @@ def test_t5(kind: str, policy: str, activations: str, precision: str, tmp_path: 
 
 
 def twice(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """Two backward passes through one graph."""
+    """Run two backward passes through one graph."""
     loss = zoo.loss(model, batch)
     loss.backward(retain_graph=True)
     loss.backward()
@@ -153,7 +153,7 @@ def twice(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tenso
 
 
 def two_losses(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """Two graphs, each with its own backward, in one step."""
+    """Build two graphs in one step, each with its own backward."""
     first, second = zoo.loss(model, batch), zoo.loss(model, batch)
     second.backward()
     first.backward()
@@ -161,7 +161,7 @@ def two_losses(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.
 
 
 def shared_graph(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """Two losses on one forward."""
+    """Compute two losses from one forward."""
     out = model(batch["inputs"], order=batch["order"])
     first = nn.functional.cross_entropy(out["logits"].float(), batch["targets"])
     second = out["gate"].float().square().mean()
@@ -171,7 +171,7 @@ def shared_graph(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torc
 
 
 def abandoned(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """A forward whose graph is thrown away before the one that counts, and one that is kept until later."""
+    """Before the forward that counts, run one whose graph is dropped, and one whose graph is kept until later."""
     zoo.loss(model, batch)
     kept = zoo.loss(model, batch)
     loss = zoo.loss(model, batch)
@@ -180,14 +180,14 @@ def abandoned(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.T
 
 
 def interleaved(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """A block is called again after another one."""
+    """Call a block again after another one."""
     loss = zoo.loss(model, {**batch, "order": (0, 1, 2, 1, 3, 0, 4)})
     loss.backward()
     return loss
 
 
 def unused_outputs(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """Blocks are called outside of the model's forward, and what the last two return is not used."""
+    """Call blocks outside of the model's forward, and do not use what the last two return."""
     hidden = model.embed(batch["inputs"]["tokens"])
     state = {"hidden": hidden, "gate": torch.zeros_like(hidden), "positions": torch.arange(zoo.LENGTH), "calls": 0}
     states = [state := piece(state, weight=0.5) for piece in model.pieces]
@@ -197,7 +197,7 @@ def unused_outputs(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> to
 
 
 def input_gradient(model: nn.Module, batch: zoo.Batch, micro_batches: int) -> torch.Tensor:
-    """A gradient of an input alone leaves no trace on parameters."""
+    """Compute a gradient of an input alone, which leaves no trace on parameters."""
     embeds = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
     probe = model(inputs_embeds=embeds, labels=batch["labels"]).loss
     before = [p.grad is None for p in model.parameters()]
@@ -238,24 +238,24 @@ def test_graphs_of_other_models(name: str, backward: Any, tmp_path: Path) -> Non
 
 
 def freeze_start(model: nn.Module) -> None:
-    """Frozen units whose inputs need no gradient bypass autograd."""
+    """Freeze units whose inputs need no gradient, so that they bypass autograd."""
     model.get_input_embeddings().requires_grad_(False)
     for layer in model.model.layers[:2]:
         layer.requires_grad_(False)
 
 
 def freeze_middle(model: nn.Module) -> None:
-    """A frozen unit that gradients must cross."""
+    """Freeze a unit that gradients must cross."""
     model.model.layers[2].requires_grad_(False)
 
 
 def freeze_blocks(model: nn.Module) -> None:
-    """Only the root is trained."""
+    """Train only the root."""
     model.model.layers.requires_grad_(False)
 
 
 def freeze_biases(model: nn.Module) -> None:
-    """Frozen and trained parameters in every block."""
+    """Have frozen and trained parameters in every block."""
     for p in model.parameters():
         p.requires_grad_(p.ndim >= 2)
 

@@ -1,7 +1,7 @@
-"""The race checker is not blind: without any one of the waits that the engine relies on, it finds the race.
+"""The race checker is not blind: if any one of the engine's waits is left out, it finds the race.
 
-A wait that can be dropped unnoticed is either not needed or guards bytes that nobody declares; both are bugs. And each
-is needed: without it, and with a lane that is late, results are wrong.
+A wait that can be dropped unnoticed is either not needed or guards bytes that no operation declares; both are bugs.
+Each wait is also needed: without it, and with a late lane, results are wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .loops import Backward, Record, Setting, assert_equal, moments, plain_backw
 
 STEPS = 3
 SCENARIOS = [
-    # These three come first, since some waits are missed by no other.
+    # These three come first, since only they show that some waits are missing.
     Case("llama", "mixed", Setting(steps=STEPS), offset=2),
     Case("llama", "mixed", Setting(steps=STEPS), share=1.0, offset=7),
     Case("patchwork", "resident", Setting(clipping="off", steps=STEPS), policy="keep"),
@@ -45,7 +45,7 @@ SCENARIOS = [
     Case("patchwork", "mixed", Setting(clipping="off", steps=STEPS), offset=4),
     Case("llama", "device", Setting(micro_batches=2, steps=STEPS), policy="keep", activations="host", is_minimal=True),
     Case("llama", "device", Setting(micro_batches=2, steps=STEPS), policy="keep", activations="disk"),
-    # With a clip factor an accelerator's updates come behind it, and so behind all gradients.
+    # With a clip factor, an accelerator's updates come after it, and so after all gradients.
     *([Case("llama", "disk", Setting(clipping="off", steps=STEPS))] * (zoo.DEVICE != "cpu")),
 ]
 LEAST_LABELS = 10
@@ -53,7 +53,7 @@ LEAST_LABELS = 10
 
 @pytest.fixture(scope="module")
 def users(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Case]]:
-    """Label -> the scenarios that use it."""
+    """Return the scenarios that use each label."""
     found: dict[str, list[Case]] = {}
     for case in SCENARIOS:
         for label in run_checked(case, tmp_path_factory.mktemp("labels"), is_nosy=True).labels:
@@ -66,16 +66,16 @@ def test_there_are_enough_waits_to_drop(users: dict[str, list[Case]]) -> None:
 
 
 IMPLIED = {"states read", "activations written", "next states read", "next weights read"}
-"""Activations come back from host memory after the host waited for the copy that took them there. Those that are read
-from disk have lost their slot to a later call, whose own write comes behind theirs on one lane.
+"""Activations come back from host memory after the host waited for the copy that took them there. Activations that are
+read from disk have lost their slot to a later call, whose own write follows theirs on one lane.
 
-Of the operations that write states at home each comes after whoever read them in any case: it is on that one's lane
-(an update on the host behind an early one), or what it writes was made of what was read (states that pass through the
-device, or a slot). Only a user who writes states has to wait, see the last test. Second homes are read by nobody but a
-save, see ``tests/saving/test_checkpoint_parity.py``."""
+Each operation that writes states at home follows their readers in any case: it is on the reader's lane (an update on
+the host after an early one), or it writes results of what was read (states that pass through the device, or a slot).
+Only a user who writes states has to wait; see the last test. Only a save reads second homes; see
+``tests/saving/test_checkpoint_parity.py``."""
 
 UNDECLARED = {"clip factor copied", "clip factor made"}
-"""Of no memory that the race checker knows. Accelerators have them; on the simulated GPU results show why."""
+"""Waits for memory unknown to the race checker. Accelerators have them; results on the simulated GPU show why."""
 
 
 def test_no_wait_can_be_dropped_unnoticed(users: dict[str, list[Case]], tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_no_wait_can_be_dropped_unnoticed(users: dict[str, list[Case]], tmp_path
 
 
 def _verdicts(label: str, cases: list[Case], folder: Path) -> dict[str, str]:
-    """What happened instead, by scenario, if no scenario met the race; else nothing."""
+    """Return the outcome of each scenario if none of them met the race; else nothing."""
     verdicts = {}
-    for case, is_nosy in itertools.product(cases, (True, False)):  # looking at states waits for what writes them
+    for case, is_nosy in itertools.product(cases, (True, False)):  # looking at states waits for their writers
         try:
             run_checked(case, folder, is_nosy=is_nosy, skip=frozenset({label}))
         except RaceError:
@@ -105,12 +105,12 @@ class Shown:
 
     case: Case
     lane: str
-    """That is late."""
+    """The lane that is late."""
     looks: str = ""
-    """What the loop does besides: evaluates behind backward, reads states behind a step, spoils its gradients there."""
+    """What else the loop does: evaluate after backward, read states after a step, or spoil its gradients there."""
     poison: bool = False
     on_streams: bool = False
-    """Only where compute is as late as lanes are."""
+    """Whether it shows only where compute is as late as lanes are."""
 
 
 def _setting(**more: Any) -> Setting:
@@ -162,14 +162,14 @@ SHOWN = {
     "weights written": Shown(RESIDENT, "write_back"),
 }
 UNSEEN = {
-    # The next call has the home only if no backward can come to the one before: what is still read is for nobody.
+    # The next call gets the home only if no backward can come to the previous one: nothing needs what is still read.
     "activations read": Shown(AWAY, "h2d"),
-    # An update in a slot that is still written to disk is written there once more, on the same lane.
+    # An update in a slot that is still being written to disk is written there once more, on the same lane.
     "kept states written": Shown(SUMS, "states_write"),
 }
-"""No result tells, and why. ``IMPLIED`` too, see the last test."""
+"""Waits whose absence no result shows, and why. The same holds for ``IMPLIED``; see the last test."""
 HIDDEN = {"clip factor made", "gradients made"}
-"""By whoever waits for norms."""
+"""Waits whose absence is hidden if norms wait for the device."""
 LATE_S = (0.004, 0.02, 0.08)
 
 
@@ -179,7 +179,7 @@ def test_each_wait_is_shown_to_be_needed(users: dict[str, list[Case]]) -> None:
 
 @pytest.mark.parametrize("label", [name for name, how in SHOWN.items() if how.on_streams == (zoo.DEVICE != "cpu")])
 def test_wrong_by_results_without(label: str, tmp_path: Path) -> None:
-    """The later the lane, the surer."""
+    """The later the lane, the surer the error."""
     if one_arithmetic.is_installed() and label in HIDDEN:
         pytest.skip("norms and updates wait for the device here, and all behind them with it")
     how = SHOWN[label]
@@ -187,7 +187,7 @@ def test_wrong_by_results_without(label: str, tmp_path: Path) -> None:
         try:
             _train(how, tmp_path, skip=frozenset({label}), delays={how.lane: late_s}, poison=how.poison)
         except (AssertionError, UnsupportedError, DiskError) as error:
-            seen = "recompute gave another result", "are not what was written there"  # and by the disk tier's sums
+            seen = "recompute gave another result", "are not what was written there"  # the disk tier's sums tell, too
             assert isinstance(error, AssertionError) or any(said in str(error) for said in seen)
             return
     pytest.fail("all results are those of the plain loop")
@@ -233,12 +233,12 @@ def test_who_writes_states_waits_for_an_early_update_that_reads_them(tmp_path: P
     dropped = {"skip": frozenset({"states read"}), "delays": {"update": 0.01}}
     with pytest.raises(RaceError, match="update early"):
         _with_states_written(case, tmp_path, RaceChecker(), **dropped)
-    # No result can tell: what the early update makes of a state that is written meanwhile is thrown away.
+    # No result can show it: a state that is written meanwhile invalidates the early update.
     assert_equal(plain_loop(case.name, case.setting), _with_states_written(case, tmp_path, None, **dropped))
 
 
 def _with_states_written(case: Case, folder: Path, checker: RaceChecker | None, **faults: Any) -> Record:
-    """Write all states between backward and step, as they are."""
+    """Write all states, unchanged, between backward and step."""
     optimizers: list[Any] = []
 
     def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The engine in virtual time does what is simulated: every operation, in order, after the same, at the same time.
+"""The engine in virtual time does what the simulation says: each operation, its order, its waits and its times.
 
 Nothing sleeps: what the engine submits is noted, operation by operation, and played at random rates; so is the
 schedule, which is made without an engine.
@@ -48,15 +48,15 @@ from outcore.spec.timeline import COMPUTE, HOST
 from . import zoo
 
 NUM_PLANS = int(os.environ.get("OUTCORE_VIRTUAL_PLANS", "20"))
-"""Random plans. 1,000 take some ten minutes."""
+"""Number of random plans. 1,000 take about ten minutes."""
 STEPS = 4
 WIDTH, ROWS = 6, 8
 LEGAL = [(w, g, s) for w in TIERS for g in TIERS for s in TIERS if s != "device" or w == g == "device"]
 USE = "use weights of"
-KINDS = sorted([USE, *get_args(Kind)], key=len, reverse=True)  # "update early" begins with another one
+KINDS = sorted([USE, *get_args(Kind)], key=len, reverse=True)  # longest first: "update early" begins with another kind
 NONE_SKIPPED = ((),) * STEPS
 ON_COMPUTE = (USE, "use activations of", "gradients of", "accumulate", "update")
-"""Operations of compute that a schedule has."""
+"""Names of compute's operations that a schedule has."""
 
 
 class Watch:
@@ -76,7 +76,7 @@ class Watch:
         handle = self._submit(lane, name, work, is_due=is_due, **more)
         skipped = is_due is not None and not is_due()
         nbytes = 0 if skipped else _bytes(more.get("writes", ()))
-        if lane in RANK_LANES:  # a rank has a part of what it writes already
+        if lane in RANK_LANES:  # a rank already has a part of what it writes
             nbytes, self._before = self._traffic.since(self._before)[lane.value], self._traffic.totals()
         after = [] if skipped else self.indices(more.get("after", {}).values())
         self._index[handle] = self._note(lane.value, name, nbytes, after)
@@ -119,7 +119,7 @@ def _bytes(writes: Sequence[Region]) -> int:
 
 
 class Block(nn.Module):
-    """Some parameters, trained or frozen."""
+    """Has some parameters, trained or frozen."""
 
     def __init__(self, hidden: int, *, is_frozen: bool) -> None:
         super().__init__()
@@ -132,13 +132,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks in any order, some of them twice."""
+    """Runs blocks in any order, some of them twice."""
 
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
         sizes = [chance.choice([300, 300, 500]) for _ in range(chance.randint(2, 5))]
         self.blocks = nn.ModuleList(Block(n, is_frozen=chance.random() < 0.2) for n in sizes)
-        self.blocks[-1].requires_grad_(True)  # so that there is something to train
+        self.blocks[-1].requires_grad_(True)  # so that something is trained
         self.head = nn.Linear(WIDTH, 3)
         self.order = list(range(len(sizes)))
         if chance.random() < 0.4:
@@ -151,7 +151,7 @@ class Model(nn.Module):
 
 
 class Echo:
-    """Ranks that all do what this one does. See ``World``."""
+    """Stands in for ranks that all do what this one does. See ``World``."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size, self.local_size = 0, size, size
@@ -162,16 +162,16 @@ class Echo:
         yield
 
     def join_lanes(self, device: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def begin_step(self) -> None:
         self.num_steps += 1
 
     def note(self, where: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def all_of(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -187,7 +187,7 @@ class Echo:
         return [bits] * self.size
 
     def gather(self, *_: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     fill_copy = meet = say = open_groups = gather
 
@@ -241,7 +241,7 @@ def make(seed: int, num_ranks: int = 1) -> Program:
         homes = UnitPlan(name=of.name, weights=weights, gradients=rest[0], states=rest[1], policy=policy)
         homes = replace(homes, early=can_be_early(of, homes) and chance.random() < 0.5)
         tier = chance.choice(TIERS) if of.name and sends_away else "device"
-        if tier != "device":  # the result of tanh, from which two gradients are made, or of the product before it
+        if tier != "device":  # the result of tanh, which two gradients need, or that of the product before it
             nbytes = align_up(ROWS * of.params[0].shape[0] * (4 if precision == "fp32" else 2), PAGE_BYTES)
             policy = chance.choice(["keep", "select"])
             homes = replace(homes, policy=policy, activations=tier, saved_bytes=nbytes)
@@ -270,13 +270,13 @@ def make(seed: int, num_ranks: int = 1) -> Program:
 def submitted(
     program: Program, visits: Sequence[Visit] | None, folder: Path, skipped: Sequence[Collection[str]] = NONE_SKIPPED
 ) -> tuple[list[Operation], tuple[Visit, ...]]:
-    """What the engine submits.
+    """Return what the engine submits.
 
     Args:
-        program: What runs.
-        visits: Expected of the first step; None: as usual.
-        folder: Of the disk tier.
-        skipped: By step: units whose update inside backward was started when there was no time for it.
+        program: The program that runs.
+        visits: Visits expected of the first step; None: as usual.
+        folder: Folder of the disk tier.
+        skipped: By step: units whose update inside backward was started too late to be made.
     """
     with pytest.MonkeyPatch.context() as patch:
         if program.num_ranks > 1:
@@ -302,7 +302,7 @@ def submitted(
         engine.weights._step.expected = tuple(visits)
         engine.weights._step.reset(nothing_held(program.plan))
         if any(visit.unit == ROOT for visit in visits):
-            engine.units[ROOT].presence.hide()  # as after a step that updates it elsewhere than at once
+            engine.units[ROOT].presence.hide()  # as after a step that updates the root later
     watch, settle = Watch(engine.device, engine.opened.traffic), EarlyUpdates.settle
     done: list[None] = []  # one for each step
     steps: dict[_Attempt, int] = {}
@@ -315,7 +315,7 @@ def submitted(
             watch.wait_for_backward()
         for (
             attempt
-        ) in early._attempts.values():  # so that no lane that is late in this run leaves one out of the next step
+        ) in early._attempts.values():  # so that a late lane of this run leaves none of them out of the next step
             made = attempt.gradients.unit.ledger.next_weights.ready
             if made is not None:
                 made.wait()
@@ -337,23 +337,23 @@ def submitted(
 
 
 class _Everything:
-    """Rows are known to be apart: to try it, the first step would run more calls than others."""
+    """Says that all rows are known to be apart: the trial in the first step would run more calls than later steps."""
 
     def __contains__(self, _: object) -> bool:
         return True
 
 
 class Planned(NamedTuple):
-    """What the schedule lists, while it is played."""
+    """The operations of a schedule, while it is played."""
 
     row: list[Operation]
-    """Of all steps, with indices counted from the first operation of all."""
+    """All steps in one row; indices count from the first operation of the first step."""
     skipped: list[set[str]]
     played: Played
 
 
 def planned(program: Program, visits: Sequence[Visit], rates: Rates) -> Planned:
-    """Steps in time: it decides which updates inside backward are made."""
+    """Play steps in time, which decides which updates inside backward are made."""
     clock = PlayedClock(Pace(program.spec, program.plan, rates), rates)
     given = (program.spec, program.plan, visits, nothing_held(program.plan), Circumstances(clips=False))
     lengths = []
@@ -372,13 +372,13 @@ def planned(program: Program, visits: Sequence[Visit], rates: Rates) -> Planned:
 
 
 def with_phases(row: Sequence[Operation], visits: Sequence[Visit]) -> list[Operation]:
-    """The engine says no more than that weights are used; why, the visits tell."""
+    """Name the phases: the engine says only that weights are used, visits say in which phase."""
     phases = itertools.cycle(visit.phase.value for visit in visits)
     return [op._replace(kind=next(phases)) if op.kind == USE else op for op in row]
 
 
 def random_rates(model: ModelSpec, chance: random.Random) -> Rates:
-    """Any machine."""
+    """Return the rates of a random machine."""
 
     def speed() -> float:
         return 10 ** chance.uniform(3, 6)
@@ -408,7 +408,7 @@ def test_start_end_and_order_of_every_operation(seed: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("seed", range(NUM_PLANS))
 def test_the_same_of_one_among_ranks(seed: int, tmp_path: Path) -> None:
-    """Exchanges in turns, and gathers of new weights: what is submitted, after what, and how many bytes come."""
+    """It exchanges in turns and gathers new weights: compare what is submitted, after what, and how many bytes come."""
     compare(seed, tmp_path, num_ranks=2 + seed % 2)
 
 
@@ -422,7 +422,7 @@ def compare(seed: int, folder: Path, num_ranks: int = 1) -> None:
     found = with_phases(found, visits)
     for i, (want, got) in enumerate(zip(expected, found, strict=False)):
         assert facts(want) == facts(got), f"operation {i}"
-    # The last step's updates are followed by what is fetched ahead of a next one.
+    # Fetches for a next step follow the last step's updates.
     assert all(op.name.startswith(("fetch", "read weights of", "all-gather")) for op in found[len(expected) :])
     assert len(found) >= len(expected)
     pace = Pace(program.spec, program.plan, rates)

@@ -19,29 +19,29 @@ VOCAB = 131
 LENGTH = 17
 STEPS = 3  # the patchwork has skipped and moved its blocks by then
 MODELS = ("gpt2", "llama", "qwen3", "mixtral", "lora", "patchwork")
-"""Bitwise equal under every plan."""
+"""Models that are bitwise equal under every plan."""
 
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
-"""Where the loops compute. Under ``cuda`` an update on the host has the plain loop's bits on a simulated GPU only."""
+"""Where the loops compute. With ``cuda``, an update on the host has the plain loop's bits only on a simulated GPU."""
 
 Batch = dict[str, Any]
 
 
 def make(name: str, precision: str = "fp32", seed: int = 0) -> nn.Module:
-    """Build a model in training mode, always the same one for the same arguments."""
+    """Build a model in training mode; equal arguments give equal models."""
     torch.manual_seed(seed + zlib.crc32(name.encode()) % 1000)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     return _BUILDERS[name](dtype).train()
 
 
 def batches(name: str, *, seed: int = 0, steps: int = STEPS, micro_batches: int = 1) -> list[Batch]:
-    """``steps * micro_batches`` batches in order; sizes differ from one to the next."""
+    """Return ``steps * micro_batches`` batches in order; sizes differ from one to the next."""
     generator = torch.Generator().manual_seed(seed)
     return [_batch(name, step, micro, generator) for step in range(steps) for micro in range(micro_batches)]
 
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss of one micro-batch."""
+    """Return the loss of one micro-batch."""
     if "labels" in batch:
         return model(**batch).loss
     out = model(batch["inputs"], order=batch["order"])
@@ -63,7 +63,7 @@ def _batch(name: str, step: int, micro: int, generator: torch.Generator) -> Batc
 
 
 def call_order(step: int, micro: int) -> tuple[int, ...]:
-    """Which blocks of the patchwork run: block 1 twice; others are skipped for a step or a micro-batch, or moved."""
+    """Return the blocks that run: block 1 twice; others are moved, or skipped for a step or micro-batch."""
     order: tuple[int, ...] = (0, 1, 1, 2, 3, 4)
     if step % 3 == 1:
         order = (0, 1, 1, 2, 4)
@@ -75,7 +75,7 @@ def call_order(step: int, micro: int) -> tuple[int, ...]:
 
 
 class Piece(nn.Module):
-    """A block with all that blocks should not have: dicts, buffers, frozen, unused, scalar and fp32 parameters."""
+    """A block with all that is awkward: dicts, buffers, frozen, unused, scalar and fp32 parameters."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Piece(nn.Module):
 
 
 class Patchwork(nn.Module):
-    """Nothing that a library knows: blocks are called twice, skipped and re-ordered as the caller says."""
+    """A model that no library knows: blocks are called twice, skipped and re-ordered as the caller says."""
 
     def __init__(self, width: int = 19, inner: int = 37, num_blocks: int = 5) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def _mixtral(dtype: torch.dtype) -> nn.Module:
         num_experts_per_tok=2,
         output_router_logits=True,
         router_aux_loss_coef=0.05,
-        experts_implementation="eager",  # the grouped kernel wants rows of 16 bytes
+        experts_implementation="eager",  # the grouped kernel needs rows of 16 bytes
         **_sizes(),
     )
     return MixtralForCausalLM(config).to(dtype)
@@ -202,7 +202,7 @@ def _lora(dtype: torch.dtype) -> nn.Module:
         r=3, lora_alpha=6, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for an attribute under its old name
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for an attribute by its old name
         return get_peft_model(_llama(dtype), config)  # adapters of a bf16 model stay in fp32
 
 

@@ -1,11 +1,11 @@
-"""Plans that are found beside fixed ones, by the simulator: 24 settings of models, machines, budgets and batches.
+"""Plans that a search finds beside fixed ones, by the simulator: 24 settings of models, machines, budgets and batches.
 
     python -m planning.fixed_policies          (in the folder tests)
 
-Fixed ones are: the rule's filling tier by tier, everything in host memory, everything on disk, all activations kept,
-all recomputed, and what two systems do whatever the setting. ZeRO-Infinity has weights, gradients and states on disk,
-arguments of blocks in host memory, and updates behind backward. SSDTrain sends all activations to disk. Homes of the
-last two follow the rule where the system has none of its own. Each has as much room as the plan that is found.
+The fixed plans are: filling tier by tier as the rule does, everything in host memory, everything on disk, all
+activations kept, all recomputed, and what two systems always do. ZeRO-Infinity has weights, gradients and states on
+disk, arguments of blocks in host memory, and updates after backward. SSDTrain sends all activations to disk. Homes in
+these two follow the rule if the system has none of its own. Each plan has as much room as the plan that is found.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SERVER = "+pcie4+server-ddr4+server-nvme"
 
 @dataclass(frozen=True)
 class Asked:
-    """A setting in few words."""
+    """A setting in a few words."""
 
     model: str
     hardware: str
@@ -46,7 +46,7 @@ class Asked:
     clipping: bool = True
 
     def question(self) -> Question:
-        """As the command would be asked."""
+        """The question as the command would ask it."""
         return Question(
             model=self.model,
             hardware=self.hardware,
@@ -62,7 +62,7 @@ class Asked:
 
 
 def settings() -> Iterator[Asked]:
-    """Twenty-four of them."""
+    """Yield twenty-four settings."""
     for clipping in (True, False):
         yield Asked(SMALL, "rtx-4090" + SERVER, "8GiB", "16GiB", 1, clipping=clipping)
         yield Asked(SMALL, "rtx-4090" + SERVER, "14GiB", "60GiB", 4, clipping=clipping)
@@ -79,7 +79,7 @@ def settings() -> Iterator[Asked]:
 
 
 def _filled(job: Job) -> Plan:
-    """By the rule."""
+    """A plan by the rule."""
     steps = job.micro_batches if job.is_promised else None
     within = job.within(job.ways[0])
     room = {"activation_reserve_bytes": within.activations.nbytes, "activation_share": within.activations.share}
@@ -101,13 +101,13 @@ def _all(kind: Kind) -> Callable[[Job], Plan]:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A policy."""
+    """A fixed policy."""
 
     name: str
     plan: Callable[[Job], Plan]
     away: Away | None = None
     keeps: bool = True
-    """What there is room for, although it is to be computed again."""
+    """Whether activations are kept where there is room, although the policy would recompute them."""
 
 
 FIXED = (
@@ -122,7 +122,7 @@ FIXED = (
 
 
 def step_s(answer: Answer, fixed: Fixed) -> float | None:
-    """None: it does not fit."""
+    """Seconds of a step; None if it does not fit."""
     job = replace(answer.setting, ways=(fixed.away,)).job()
     try:
         plan = fixed.plan(job)

@@ -18,7 +18,7 @@ HOST, DISK, DEVICE = ("host",) * 3, ("disk",) * 3, ("device",) * 3
 
 
 def model(names: str, frozen: str = "", precision: str = "bf16") -> ModelSpec:
-    """A root and a unit per letter; bytes differ from kind to kind, so that they can be told apart."""
+    """A root and a unit per letter; each kind of data has a different size, so that kinds can be told apart."""
     units = [unit("", 500, precision=precision)]
     units += [unit(n, 0 if n in frozen else 3000, 3000 if n in frozen else 0, precision=precision) for n in names]
     return ModelSpec(units=tuple(units), state_names=("exp_avg", "exp_avg_sq"), precision=precision)
@@ -33,9 +33,9 @@ def plan(
     staged: str = "",
     **pools: int,
 ) -> Plan:
-    """Homes (weights, gradients, states) of the units after the root, in turn; the root's weights are resident.
+    """A plan; the root's weights are resident. Args: homes: Weights, gradients and states of the units after the root.
 
-    ``early``, ``staged``: letters of units that are updated inside backward, or by the device.
+    ``early``, ``staged``: Letters of the units that are updated inside backward, or by the device.
     """
     units = [UnitPlan(name="", weights="device", gradients=homes[0][1], states=homes[0][2])]
     for i, spec_of in enumerate(spec.units[1:]):
@@ -57,7 +57,7 @@ def plan(
 
 
 def visits(spec: ModelSpec, text: str) -> tuple[Visit, ...]:
-    """``"Fa Fb Bb Ba"``: forward of a and b, then backward; ``I`` is inference, no letter the root."""
+    """Parse ``"Fa Fb Bb Ba"``: forward of a and b, then backward. ``I`` is inference; no letter means the root."""
     phases = {"F": Phase.FORWARD, "B": Phase.BACKWARD, "I": Phase.INFERENCE}
     names = [u.name for u in spec.units]
     return tuple(Visit(phases[word[0]], names.index(word[1:])) for word in text.split())
@@ -106,7 +106,7 @@ CASES = _cases()
 
 
 def text(name: str) -> str:
-    """The schedule of a case."""
+    """Return the schedule of a case as text."""
     return schedule(*CASES[name]).to_text()
 
 

@@ -1,4 +1,4 @@
-"""Made-up plans and training loops: any homes, slots and order of visits."""
+"""Random plans and training loops, with any homes, slots and order of visits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LEGAL = [(w, g, s) for w in TIERS for g in TIERS for s in TIERS if s != "device"
 
 @st.composite
 def loops(draw: st.DrawFn) -> tuple[ModelSpec, Plan, tuple[Visit, ...]]:
-    """A model, a plan for it, and the visits of a step."""
+    """Draw a model, a plan for it, and the visits of a step."""
     spec = draw(_models())
     homes = [draw(st.sampled_from([h for h in LEGAL if i or h[0] == "device"])) for i in range(len(spec.units))]
     order, units = draw(_visits(len(spec.units))), []
     for of, (weights, gradients, states) in zip(spec.units, homes, strict=True):
         rest = (gradients, states) if of.trainable else (weights, weights)
         homes_of = UnitPlan(name=of.name, weights=weights, gradients=rest[0], states=rest[1])
-        is_used = bool(of.name) or _begins_with_root(order)  # nothing else gives it gradients
+        is_used = bool(of.name) or _begins_with_root(order)  # otherwise nothing gives the root gradients
         is_early = is_used and can_be_early(of, homes_of) and draw(st.booleans())
         units.append(replace(homes_of, early=is_early))
     units = share_updates(units, draw(st.sampled_from([0.0, 0.5, 1.0])))
@@ -57,7 +57,7 @@ def _begins_with_root(order: tuple[Visit, ...]) -> bool:
 
 @st.composite
 def _models(draw: st.DrawFn) -> ModelSpec:
-    """Few units; most alike, some frozen, some of another size."""
+    """Draw a model with few units; most are alike, some frozen, some of another size."""
     sizes = st.sampled_from([(3000, 0), (3000, 0), (3000, 500), (0, 3000), (9000, 0)])
     units = [unit("", draw(st.sampled_from([0, 500])))]
     units += [unit(name, *draw(sizes)) for name in "abcde"[: draw(st.integers(1, 5))]]
@@ -67,12 +67,12 @@ def _models(draw: st.DrawFn) -> ModelSpec:
 
 @st.composite
 def _visits(draw: st.DrawFn, num_units: int) -> tuple[Visit, ...]:
-    """Micro-batches, each with units used in any order, some twice; some steps begin with an evaluation."""
+    """Draw micro-batches that use units in any order, some twice; some steps begin with an evaluation."""
     used = st.lists(st.integers(1, num_units - 1), max_size=7)
     order = [Visit(Phase.INFERENCE, i) for i in draw(st.one_of(st.just([]), used))]
     for _ in range(draw(st.integers(1, 2))):
         forward = draw(st.one_of(used, st.just(list(range(1, num_units)))))
-        backward = forward[draw(st.integers(0, 2)) :]  # the first ones may be frozen
+        backward = forward[draw(st.integers(0, 2)) :]  # the first units may be frozen
         order += [Visit(Phase.FORWARD, i) for i in forward] + [Visit(Phase.FORWARD, 0)] * draw(st.integers(0, 1))
         order += [Visit(Phase.BACKWARD, i) for i in reversed(backward)]
     return tuple(order)

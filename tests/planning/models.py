@@ -1,4 +1,4 @@
-"""Small plain modules and made-up specs for the tests of planning."""
+"""Small plain modules and invented specs for the tests of planning."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stack(nn.Module):
 
 
 class Plain(nn.Module):
-    """Any modules as attributes; never run."""
+    """Any modules as attributes; it is never run."""
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Plain(nn.Module):
 
 
 def unit(name: str, trained: int, frozen: int = 0, *, precision: str = "bf16", buffers: int = 0) -> UnitSpec:
-    """A unit with so many elements."""
+    """A unit with the given numbers of trained and frozen elements."""
     dtype = "float32" if precision == "fp32" else "bfloat16"
     update_dtype = "bfloat16" if precision == "pure_bf16" else "float32"
     sizes = [("weight", trained, True), ("frozen", frozen, False)]
@@ -67,7 +67,7 @@ def layered(num_layers: int = 12, *, root: int = 50_000, layer: int = 400_000, p
 
 @st.composite
 def model_specs(draw: st.DrawFn) -> ModelSpec:
-    """Models with few units of any size; some frozen, some empty, some alike."""
+    """Draw a model with few units of any size; some are frozen, some empty, some alike."""
     precision = draw(st.sampled_from(["fp32", "bf16", "pure_bf16"]))
     buffers = st.sampled_from([0, 4096])
     numel = st.sampled_from([0, 1, 199, 5_000, 5_000, 70_001, 2_000_003])
@@ -78,7 +78,7 @@ def model_specs(draw: st.DrawFn) -> ModelSpec:
 
 
 def even_footprint(names: Sequence[str], *, given: int, selected: int, kept: int) -> Footprint:
-    """Of units that are alike: bytes of their arguments, and of what each policy saves."""
+    """A footprint of equal units. Args: given: Bytes of arguments. selected, kept: Bytes that each policy saves."""
 
     def step(name: str, index: int, *, is_backward: bool) -> Step:
         begin = index * given

@@ -2,7 +2,7 @@
 
     python -m planning.more_memory          (in the folder tests)
 
-Of each pair one tier grows by steps, from what it had. A step may be at most 1% longer than any step with less.
+For each job one tier grows in steps. A training step may take at most 1% longer than any with less memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAYS = (None, Away("device", "select"), *(Away("host", p) for p in POLICIES), *(
 
 
 def losses(job: Job) -> Iterator[tuple[str, Sequence[float | None]]]:
-    """Tier -> seconds of a step with more and more of it; None: it does not fit."""
+    """Tier -> seconds of a step as that tier grows; None: it does not fit."""
     first = _step_s(job)
     for tier in TIERS:
         now = getattr(job.limits, tier)
@@ -46,7 +46,7 @@ def _step_s(job: Job) -> float | None:
 
 
 def worst(seconds: Sequence[float | None]) -> float:
-    """The largest of what a step takes, over the least that it took with less memory."""
+    """The largest ratio of a step to the shortest step with less memory."""
     least, found = float("inf"), 1.0
     for step_s in seconds:
         if step_s is not None:
@@ -57,7 +57,7 @@ def worst(seconds: Sequence[float | None]) -> float:
 
 
 def known_jobs(count: int) -> Iterator[tuple[str, Job]]:
-    """Settings of ``fixed_policies``."""
+    """The settings of ``fixed_policies``."""
     known = {each.name: each for each in known_models()}
     for asked in list(settings())[:count]:
         question = asked.question()

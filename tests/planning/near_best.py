@@ -1,16 +1,16 @@
-"""How near the best of all plans the search comes, by the simulator, on small random models, machines and budgets.
+"""How close the search comes to the best of all plans, by the simulator, on small random models, machines and budgets.
 
     python -m planning.near_best --jobs 200 --seed 0          (in the folder tests)
 
-Half of the jobs know what units save. There activations may rest on device, host and disk, saved by any policy, of all
-units or of half. A quarter promise what updates inside backward need.
+In half of the jobs it is known what units save. Their activations may rest on device, host and disk, saved by any
+policy, of all units or of half. A quarter of the jobs promise what updates inside backward need.
 
-The best is sought among all arrangements of homes for up to three units (two where activations may leave). For more it
-is sought among all arrangements in one or two runs and 60 random ones. Each comes with many, few and random slots, with
-the device updating no unit, half of them, or all, with none, half or all of the others updated inside backward, and
-with every way with activations. What has a lower bound above the step that the search found cannot be better, and is
-not simulated. Where activations may leave, three in ten of the larger models' arrangements are tried, each with two
-kinds of slots, and with every way for all units and one for half of them.
+For up to three units (two where activations may leave) the best is sought among all arrangements of homes. For more it
+is sought among all arrangements in one or two runs and 60 random ones. Each arrangement comes with many, few and random
+slots, with the device updating no unit, half of them, or all, with none, half or all of the others updated inside
+backward, and with every way to save activations. A plan whose lower bound is above the step of the search cannot be
+better, and is not simulated. Where activations may leave, three in ten arrangements of the larger models are tried.
+Each comes with two kinds of slots, with every way for all units, and with one way for half of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .models import even_footprint, layered
 MIB = 2**20
 RANDOM_ARRANGEMENTS = 60
 SOME = 0.3
-"""Of the arrangements of four to six units, where activations may leave, too: there are many times as many plans."""
+"""Share of arrangements tried for four to six units where activations may leave: there are many times as many plans."""
 
 
 def random_job(chance: random.Random, most_units: int = 6) -> Job:
@@ -74,7 +74,7 @@ def random_job(chance: random.Random, most_units: int = 6) -> Job:
 
 
 def with_activations(job: Job, chance: random.Random) -> Job:
-    """What units save is known, takes a part of the device, and may rest anywhere."""
+    """Add activations to a job: what units save is known, takes a part of the device, and may rest anywhere."""
     names = [unit.name for unit in job.model.units[1:]]
     given, kept = (align_up(int(chance.uniform(*s) * 18 * MIB), PAGE_BYTES) for s in ((0.02, 0.1), (0.1, 0.8)))
     footprint = even_footprint(names, given=given, selected=align_up(kept // 3, PAGE_BYTES), kept=kept)
@@ -92,7 +92,7 @@ def with_activations(job: Job, chance: random.Random) -> Job:
 
 
 def arrangements(count: int, most_whole: int, chance: random.Random) -> Iterator[tuple[Kind, ...]]:
-    """Homes of all units but the root. Args: most_whole: So many units can have all of them."""
+    """Homes of all units but the root. Args: most_whole: Largest number of units that get all arrangements."""
     if count <= most_whole:
         yield from itertools.product(KINDS, repeat=count)
         return
@@ -104,7 +104,7 @@ def arrangements(count: int, most_whole: int, chance: random.Random) -> Iterator
 
 
 def candidates(job: Job, chance: random.Random) -> Iterator[Candidate]:
-    """Those that the best is sought among."""
+    """Yield the plans among which the best is sought."""
     roots = (KINDS[0], KINDS[2], KINDS[-1]) if job.model.units[0].params else (KINDS[0],)
     halves = [way._replace(share=0.5) for way in job.ways if way is not None and len(job.model.units) > 2]
     early = (0.0, 0.5, 1.0) if job.is_promised else (0.0,)
@@ -122,13 +122,13 @@ def candidates(job: Job, chance: random.Random) -> Iterator[Candidate]:
 
 
 def step_s(job: Job, plan: Plan, away: Away | None = None) -> float:
-    """As the search settles it, and longer."""
+    """Seconds of a step, simulated with a longer warm-up than the search uses."""
     visits, run = usual_visits(job.model, job.micro_batches), job.as_run(plan, away)
     return simulate(job.model, run, job.rates, visits, Circumstances(clips=job.clipping), warm_up=6).step_s
 
 
 def best_s(job: Job, enough_s: float, chance: random.Random) -> tuple[float, Candidate | None]:
-    """The shortest step below ``enough_s`` and its plan."""
+    """Return the shortest step below ``enough_s`` and its plan."""
     steps = job.micro_batches if job.is_promised else None
     choice = Choice(job.model, policy=job.policy, accumulation_steps=steps, may_be_early=job.is_promised)
     visits, clips = usual_visits(job.model, job.micro_batches), Circumstances(clips=job.clipping)
@@ -147,21 +147,21 @@ def best_s(job: Job, enough_s: float, chance: random.Random) -> tuple[float, Can
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One job."""
+    """The result of one job."""
 
     seed: int
     units: int
     over_best: float
-    """What the search found, over the best."""
+    """The step of the search's plan over the best step."""
     over_today: float
     more_is_slower: float
-    """The largest loss that a half more of one tier brought."""
+    """The largest slowdown caused by half as much memory again in one tier."""
     search_s: float
     better: str
 
 
 def compare(seed: int, *, most_units: int = 6, with_more: bool = False) -> Row | None:
-    """None: nothing fits."""
+    """Compare the search with the best. Returns None if nothing fits."""
     chance = random.Random(seed)
     job = random_job(chance, most_units)
     try:
@@ -188,7 +188,7 @@ def compare(seed: int, *, most_units: int = 6, with_more: bool = False) -> Row |
 
 
 def report(rows: list[Row], *, detail: bool) -> str:
-    """As a page."""
+    """Format the rows as a page."""
     ratios = sorted(row.over_best for row in rows)
     counts = Counter(row.units for row in rows)
     near = {most: sum(ratio <= most for ratio in ratios) / len(ratios) for most in (1.0 + 1e-9, 1.02, 1.05)}

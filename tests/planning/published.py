@@ -2,8 +2,9 @@
 
     python -m planning.published          (in the folder tests)
 
-Inputs that the authors do not state (rates of their kernels, drives and processors) are fixed on some rows, which are
-named. All other rows are predicted. A plan stands for each system: where it keeps what, and when it updates.
+Some inputs are not stated by the authors (rates of their kernels, drives and processors). They are fixed on some rows,
+which are marked. All other rows are predicted. Each system is represented by a plan: where it keeps what, and when it
+updates.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STATES_ON_DISK = Kind("host", "host", "disk")
 
 @dataclass(frozen=True)
 class Row:
-    """One published figure and ours."""
+    """A published figure and ours."""
 
     source: str
     what: str
@@ -33,7 +34,7 @@ class Row:
     predicted: float
     unit: str
     is_fixed: bool = False
-    """An input was fixed on it."""
+    """Whether an input was fixed on this row."""
 
     @property
     def ratio(self) -> float:
@@ -41,7 +42,7 @@ class Row:
 
 
 def model_of(params: float, layers: int) -> ModelSpec:
-    """Equal layers, in bf16 with fp32 masters."""
+    """A model of equal layers, in bf16 with fp32 masters."""
     shape = (int(params / layers),)
     units = [UnitSpec(name="", params=())]
     for i in range(layers):
@@ -53,15 +54,15 @@ def model_of(params: float, layers: int) -> ModelSpec:
 
 
 def step_s(model: ModelSpec, rates: Rates, kind: Kind, *, share: float = 0.0, early: float = 0.0) -> float:
-    """Of a plan with the same homes for all units."""
+    """Seconds of a step of a plan with equal homes for all units."""
     choice = Choice(model, policy="keep", accumulation_steps=1 if early else None, may_be_early=early > 0)
     plan = choice.plan(Candidate((kind,) * len(model.units), ROOMY, share, early))
-    circumstances = Circumstances(clips=not early, overtaken=frozenset())  # these systems make all of them
+    circumstances = Circumstances(clips=not early, overtaken=frozenset())  # these systems make all early updates
     return simulate(model, plan, rates, usual_visits(model), circumstances, warm_up=4).step_s
 
 
 def rates_of(model: ModelSpec, compute_s: float, speeds: dict[str, float], update: float) -> Rates:
-    """Args: compute_s: Of forward and backward; a third is forward."""
+    """Args: compute_s: Seconds of forward and backward; a third is forward."""
     layers = len(model.units) - 1
     names = [unit.name for unit in model.units[1:]]
     return Rates(
@@ -73,7 +74,7 @@ def rates_of(model: ModelSpec, compute_s: float, speeds: dict[str, float], updat
 
 
 def fixed(seconds: Callable[[float], float], target_s: float, low: float, high: float) -> float:
-    """The rate with which a step takes so long: more is faster."""
+    """Return the rate with which a step takes ``target_s``; a higher rate makes it faster."""
     for _ in range(12):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if seconds(middle) > target_s else (low, middle)
@@ -81,7 +82,7 @@ def fixed(seconds: Callable[[float], float], target_s: float, low: float, high: 
 
 
 def lohan() -> Iterator[Row]:
-    """13B on an RTX 4090: states on drives, updates inside backward. TFLOPS are taken as 6 per parameter and token."""
+    """13B on an RTX 4090: states on drives, updates inside backward. TFLOPS count 6 per parameter and token."""
     source, params, seq_len = "LoHan, evaluation_data.md", 12.85 * GIGA, 1024
     model = model_of(params, 40)
     flops = {batch: 6 * params * batch * seq_len for batch in (8, 16, 32, 64, 128)}
@@ -89,7 +90,7 @@ def lohan() -> Iterator[Row]:
     by_drives = {1: 37.5, 2: 64.3, 3: 81.1, 6: 121.7, 12: 142.0}
 
     def seconds(batch: int, drives: int, drive: float, update: float) -> float:
-        # The ratio of reading to writing is the data sheet's: 6.5 and 3.4 GB/s.
+        # The ratio of reading to writing is from the data sheet: 6.5 and 3.4 GB/s.
         speeds = {"h2d": 25 * GB, "d2h": 25 * GB, "disk_read": drives * drive, "disk_write": drives * drive * 3.4 / 6.5}
         compute_s = flops[batch] / (by_batch[64] * TERA)
         return step_s(model, rates_of(model, compute_s, speeds, update), STATES_ON_DISK, early=1.0)
@@ -105,7 +106,7 @@ def lohan() -> Iterator[Row]:
 
 
 def deep_optimizer_states() -> Iterator[Row]:
-    """Four ranks, each with a quarter of the states in host memory: one rank is simulated."""
+    """Four ranks, each with a quarter of the states in host memory; one rank is simulated."""
     yield from _on_h100()
     yield from _on_a100()
 
@@ -122,7 +123,7 @@ def _on_h100() -> Iterator[Row]:
     offload = dict(zip(names, (3.1, 4.7, 4.5, 5.7, 7.3), strict=True))
     interleaved = dict(zip(names, (1.6, 2.4, 2.2, 2.3, 2.9), strict=True))
     fast = {"h2d": 55.2 * GB, "d2h": 55.2 * GB}
-    per_billion_s = (0.211 + 0.971) / 15.33  # forward and backward of 20B with the flush beside it
+    per_billion_s = (0.211 + 0.971) / 15.33  # forward and backward of 20B while gradients are flushed
 
     def seconds(name: str, speeds: dict[str, float], update: float, share: float = 0.0) -> float:
         return _rank(sizes[name] * GIGA, sizes[name] * per_billion_s, speeds, update, share)
@@ -155,7 +156,7 @@ def _on_a100() -> Iterator[Row]:
 
 
 def lazy_train() -> Iterator[Row]:
-    """One H800 with 12 GB/s each way; all states in host memory. TFLOPS as 6 per parameter and token."""
+    """One H800 with 12 GB/s in each direction; all states in host memory. TFLOPS count 6 per parameter and token."""
     sizes = {"3B": 3.1, "7B": 7.6, "14B": 14.8, "27B": 27.0}
     batches = {"MegaTrain": (192, 144, 96, 72), "LazyTrain": (192, 144, 96, 72), "ZeRO-3 offload": (32, 16, 8, 2)}
     tflops = {

@@ -1,4 +1,4 @@
-"""Random models, plans and machines, and steps of theirs in random legal orders, against the bound.
+"""Random models, plans and machines: steps in random legal orders, compared with the bound.
 
 python -m planning.random_steps 10000        (with tests/ on the path)
 """
@@ -40,7 +40,7 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Step:
-    """A step among equal ones."""
+    """One of many equal steps."""
 
     model: ModelSpec
     plan: Plan
@@ -51,7 +51,7 @@ class Step:
 
 
 def random_step(chance: random.Random, *, has_ranks: bool = False, kept_first: bool = True) -> Step:
-    """Any model, plan and machine. Args: has_ranks: Several train together. kept_first: See ``Plan``."""
+    """Draw a model, plan and machine. Args: has_ranks: Several ranks train together. kept_first: See ``Plan``."""
     model = random_model(chance)
     if has_ranks:
         nodes, per_node = chance.choice([(1, 2), (1, 3), (2, 2), (4, 1)])
@@ -84,7 +84,7 @@ def random_model(chance: random.Random) -> ModelSpec:
 
 
 def random_plan(model: ModelSpec, chance: random.Random, micro_batches: int, *, is_roomy: bool) -> Plan:
-    """Homes that many units share, as in plans that are found; sometimes of each its own."""
+    """Draw homes shared by many units, as in plans that a search finds; sometimes each unit has its own."""
     kinds = [chance.choice(LEGAL) for _ in range(chance.randint(1, 3))]
     cut = sorted(chance.randrange(len(model.units) + 1) for _ in kinds[1:])
     sends_away = chance.random() < 0.3
@@ -125,7 +125,7 @@ def random_plan(model: ModelSpec, chance: random.Random, micro_batches: int, *, 
 
 
 def random_rates(model: ModelSpec, chance: random.Random) -> Rates:
-    """Links that take about as long for a large unit as its forward does, or a few times so."""
+    """Draw links that take as long for a large unit as its forward, or a few times as long."""
     largest = max(max(spec.weight_bytes for spec in model.units), 1)
     numel = max(sum(p.numel for p in spec.params) for spec in model.units)
 
@@ -155,11 +155,11 @@ def random_rates(model: ModelSpec, chance: random.Random) -> Rates:
 
 
 def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = STEPS) -> Iterator[float]:
-    """Seconds of a step: as it is submitted, and in random orders of the lanes; updates in any order half the time.
+    """Seconds of a step in submission order, and in random orders of the lanes; half the time updates are in any order.
 
-    A step lasts from the end of its compute to that of the next one, or from when all that was submitted by then is
-    done, whichever is longer: the last of some steps may leave more behind than the first. An order may leave ever more
-    behind; so no step is shorter than all work of all steps takes, divided by their number.
+    A step lasts from the end of its compute to the end of the next step's compute. If it is longer, the time until all
+    that was submitted by then is done counts: the last of some steps may leave more behind than the first. An order may
+    leave ever more behind; so no step counts as shorter than all work of all steps divided by their number.
     """
     order = schedule.update_order
     if chance.random() < 0.5:
@@ -174,7 +174,7 @@ def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = 
 
 
 def chosen_s(step: Step) -> float:
-    """Seconds of a step with the updates in one of the orders that a search tries: the fastest of them."""
+    """Seconds of a step with the fastest of the update orders that a search tries."""
     count = len(step.plan.units)
     last = sorted({0, 1, 2, 3, count // 2, count})
     orders = itertools.product(last, (True, False) if any(u.states == "disk" for u in step.plan.units) else (True,))
@@ -183,7 +183,7 @@ def chosen_s(step: Step) -> float:
 
 
 def laid_out(step: Step, steps: int) -> tuple[list[Task], list[int]]:
-    """Some steps as tasks, and the last of compute in each."""
+    """Return the tasks of some steps, and the last compute task of each."""
     found = consecutive(step.model, step.plan, step.visits, nothing_held(step.plan), step.circumstances)
     pace = Pace(step.model, step.plan, step.rates, clips=step.circumstances.clips)
     laid = tasks_of([row.operations for row in itertools.islice(found, steps)], pace, step.rates)
@@ -191,16 +191,17 @@ def laid_out(step: Step, steps: int) -> tuple[list[Task], list[int]]:
 
 
 def settled_s(tasks: Sequence[Task], ends: Sequence[int], rates: Rates) -> tuple[float, float]:
-    """Seconds of one of the later steps, and of all."""
+    """Return the seconds of one of the later steps, and of all steps."""
     end, half = play(tasks, rates).end, len(ends) // 2
     done = list(itertools.accumulate(end, max))
     return max(at[ends[-1]] - at[ends[half - 1]] for at in (end, done)) / (len(ends) - half), done[-1]
 
 
 def reordered(tasks: Sequence[Task], ends: Sequence[int], chance: random.Random) -> tuple[list[Task], list[int]]:
-    """Another order of every lane but compute: of what is ready, each takes what pleases it.
+    """Return another order of all lanes but compute: each lane picks any task that is ready.
 
-    What is not made keeps its turn: who waits for it waits for all that its lane did before (``order.ledger.newest``).
+    A task that does no work keeps its turn: waiting for it means waiting for all earlier work of its lane
+    (``order.ledger.newest``).
     """
     waiting = [len(set(task.after)) for task in tasks]
     successors: list[set[int]] = [set() for _ in tasks]
@@ -258,7 +259,7 @@ def main() -> None:
         if step.is_roomy and not any(u.saved_bytes for u in step.plan.units):
             ratios["roomy"].append(plain)
             ratios["roomy, order chosen"].append(chosen_s(step) / bound.seconds)
-        if min([plain, *others]) < 1 - 1e-9:  # so few steps may not have settled
+        if min([plain, *others]) < 1 - 1e-9:  # with so few steps a step may not have settled
             plain, *others = (seconds / bound.seconds for seconds in steps_s(step, chance, num_orders=1, steps=60))
         if min([plain, *others]) < 1 - 1e-9:
             print(f"seed {seed}: {plain:.5f}, {others} of the bound, {dict(bound.parts)}", flush=True)
@@ -266,7 +267,7 @@ def main() -> None:
 
 
 def say(ratios: Mapping[str, list[float]]) -> None:
-    """Least, median, 90% and largest of each kind."""
+    """Print the least, median, 90% and largest ratio of each kind."""
     for name, found in ratios.items():
         ordered = sorted(found)
         at = {q: ordered[min(int(q * len(ordered)), len(ordered) - 1)] for q in (0.0, 0.5, 0.9, 1.0)}

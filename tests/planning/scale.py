@@ -2,8 +2,8 @@
 
     python -m planning.scale          (in the folder tests)
 
-Nothing here is measured. What ZeRO-3 offload would take is worked out from what its authors and those who measured it
-say; see ``zero3_offload``.
+Nothing here is measured. The step of ZeRO-3 offload is computed from what its authors and those who measured it
+report; see ``zero3_offload``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LLAMA: dict[str, Any] = {
 
 
 def shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """A configuration."""
+    """A model configuration."""
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
     return {**LLAMA, **sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
 
 
 MODELS = {
     "70B": shape(8192, 28672, 80, 64, 8),  # Llama 3.1
-    "1T, 138B active": {  # 200 layers of 4.9 billion parameters, 2 of 16 experts for each token
+    "1T, 138B active": {  # 200 layers of 4.9 billion parameters, with 2 of 16 experts for each token
         **shape(6144, 16384, 200, 48, 8),
         **{"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
         **{"num_local_experts": 16, "num_experts_per_tok": 2, "vocab_size": 32000},
@@ -58,9 +58,9 @@ HOST_BYTES = {node: 1024 * GIB for node in NODES if "PCIe" in node}
 PER_NODE, SEQ_LEN, MICRO_BATCHES = 8, 4096, 4
 GPUS = (8, 64, 512)
 MEASURED = {"h100": (1.65 * GIGA * 4, 15.33 / 4 / (4.460 - 0.971)), "others": (0.75 * GIGA * 4, 11.3 / 4 / 1.545)}
-"""Device -> parameters per second that the processors of a node of four ranks update with DeepSpeed's CPU Adam, and
-billions of parameters per second and rank whose gradients its blocking copy takes to host memory; both from the logs of
-Deep Optimizer States (arXiv 2410.21316: 4 x H100 with 20B, 4 x A100 with 13B)."""
+"""Device -> rates from the logs of Deep Optimizer States (arXiv 2410.21316: 4 x H100 with 20B, 4 x A100 with 13B).
+The first is parameters per second that the processors of a node of four ranks update with DeepSpeed's CPU Adam. The
+second is billions of parameters per second and rank whose gradients its blocking copy takes to host memory."""
 
 
 @dataclass(frozen=True)
@@ -68,33 +68,33 @@ class Zero3:
     """ZeRO-3 with parameters and optimizer in host memory."""
 
     host_bytes: float
-    """Of a node."""
+    """Host memory of a node, in bytes."""
     step_s: float
     received_bytes: float
-    """Of one rank, per step."""
+    """Bytes that one rank receives per step."""
 
 
 def zero3_offload(
     numel: float, hardware: Hardware, ranks: Ranks, compute_s: float, micro_batches: int, measured: tuple[float, float]
 ) -> Zero3:
-    """A step of ZeRO-3 offload, by the formulas of others.
+    """Predict a step of ZeRO-3 offload by the formulas of others.
 
     * Host memory: 18 bytes per parameter over all nodes, times 1.5 for buffers (DeepSpeed,
       ``estimate_zero3_model_states_mem_needs``).
     * Between ranks: parameters are gathered for forward and for backward, gradients reduced once, 2 bytes each
-      (ZeRO, arXiv 1910.02054, section 7.2.2: three times the parameters). Reduction is a ring's: what passes the
+        (ZeRO, arXiv 1910.02054, section 7.2.2: three times the parameters). Reduction is a ring: what passes the
       network does so once per node.
-    * A rank brings its part of the parameters over its bus for each gather. All of this runs beside compute (ZeRO-
+    * A rank copies its part of the parameters over its bus for each gather. All of this runs beside compute (ZeRO-
       Infinity, arXiv 2104.07857, section 6.2), so a micro-batch takes the longest of the three.
-    * Its part of the gradients goes home by a blocking copy at a measured rate, micro-batch by micro-batch.
-    * When all is over the processors update at a measured rate, and bf16 weights are written beside it.
+    * Its part of the gradients goes home by a blocking copy at a measured rate, in each micro-batch.
+    * After all micro-batches the processors update at a measured rate, and bf16 weights are written meanwhile.
 
     Args:
-        numel: Parameters.
-        hardware: Of a node.
-        ranks: That train.
-        compute_s: Of one micro-batch: forward, forward again, backward.
-        micro_batches: Of a step.
+            numel: Number of parameters.
+            hardware: A node.
+            ranks: Number of ranks that train.
+            compute_s: Seconds of one micro-batch: forward, forward again, backward.
+            micro_batches: Micro-batches of a step.
         measured: See ``MEASURED``.
     """
     updated, flushed = measured[0], measured[1] * GIGA
@@ -114,7 +114,7 @@ def zero3_offload(
 
 
 def ask(model: str, node: str, gpus: int, folder: Path) -> Answer | PlanInfeasibleError:
-    """What ``outcore plan`` finds."""
+    """Return what ``outcore plan`` finds."""
     path = folder / model
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(MODELS[model]))
@@ -139,7 +139,7 @@ def ask(model: str, node: str, gpus: int, folder: Path) -> Answer | PlanInfeasib
 
 
 def rows(models: list[str]) -> Iterator[tuple[str, ...]]:
-    """Of the table."""
+    """Yield the rows of the table."""
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
             for node in NODES:
@@ -151,7 +151,7 @@ def rows(models: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def cells(found: Answer | PlanInfeasibleError, node: str) -> tuple[str, ...]:
-    """Behind model, node and number of GPUs."""
+    """Return the cells after model, node and number of GPUs."""
     if isinstance(found, PlanInfeasibleError):
         needs = ", ".join(
             f"{nbytes / 2**30:,.0f} GiB of {tier}" for tier, nbytes in found.required_bytes.items() if nbytes

@@ -1,4 +1,4 @@
-"""Calls that share a home for activations."""
+"""The order of calls that share a home for activations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_what_is_left_of_a_part_waits_for_what_used_the_whole():
         order._calls[found] = SavedCall(unit, saved, found, found)
         return found
 
-    whole = call(100)  # nobody wants it any more, and what was submitted for it may be under way
+    whole = call(100)  # it is no longer needed, but work submitted for it may be under way
     whole.ready, whole.readers = write, [read]
     first, second = call(60), call(40)
     assert (first.nbytes, second.nbytes) == (60, 40)

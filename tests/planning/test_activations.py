@@ -1,4 +1,4 @@
-"""What forwards save is known before the run, to the byte, and plans have room for it."""
+"""What forwards save is known to the byte before the run, and plans have room for it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train(model: nn.Module, optimizer: Any, steps: int = 2) -> list[torch.Tensor
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of what calls have saved."""
+    """Record the sizes of what calls have saved."""
     found: list[int] = []
     end = Away.end_forward
 

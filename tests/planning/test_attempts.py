@@ -1,4 +1,4 @@
-"""Updates inside backward that time decides: which are made, and how near a step then comes to its bound."""
+"""Updates inside backward that depend on time: which of them are made, and how close a step then comes to its bound."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model() -> ModelSpec:
 
 
 def plan_of(model: ModelSpec, states: Tier) -> Plan:
-    """As in ``benchmarks/overlap.py``: layers in host memory, all of them early."""
+    """A plan as in ``benchmarks/overlap.py``: layers in host memory, all of them early."""
     units = [UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")]
     units += [UnitPlan(name=u.name, weights="host", gradients="host", states=states) for u in model.units[1:]]
     pools = pools_for(model, units, Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3))
@@ -42,7 +42,7 @@ def plan_of(model: ModelSpec, states: Tier) -> Plan:
 
 
 def rates_of(model: ModelSpec, *, update: float, disk: float, is_accelerator: bool) -> Rates:
-    """Forward of a layer 1 s, backward 2, copies 0.5; reads and writes of states take the given seconds each."""
+    """Forward of a layer takes 1 s, backward 2, copies 0.5; reads and writes of states take the given seconds each."""
     names = [unit.name for unit in model.units[1:]]
     links = {**dict.fromkeys(("h2d", "d2h"), 4 * MIB / 0.5)}
     links |= dict.fromkeys(("disk_read", "disk_write"), 12 * MIB / disk) if disk else {}
@@ -56,7 +56,7 @@ def rates_of(model: ModelSpec, *, update: float, disk: float, is_accelerator: bo
 
 
 def made(steps: PlayedSteps) -> list[set[int]]:
-    """By step: layers that were updated inside backward."""
+    """For each step, the layers that were updated inside backward."""
     found: list[set[int]] = [set()]
     for op in steps.operations:
         if op.kind == "update early" and op.nbytes:
@@ -85,11 +85,11 @@ def test_near_the_bound_where_backward_has_time_for_some(
 
 
 def test_the_last_units_are_left_to_step(model: ModelSpec) -> None:
-    """What runs behind forward keeps the drive busy until backward gives gradients again."""
+    """Updates that run beside forward keep the drive busy until backward gives gradients again."""
     plan = plan_of(model, "disk")
     given = model, plan, rates_of(model, update=0.5, disk=5.0, is_accelerator=True), usual_visits(model)
     left = [max(set(range(20)) - layers) for layers in made(play_steps(*given, FREE, warm_up=8))]
-    assert left[0] < 15  # nobody knows yet how many there is time for
+    assert left[0] < 15  # it is not known yet for how many there is time
     assert set(left[1:]) == {18}, left
     with mock.patch.object(Attempts, "wants_next", return_value=True):
         as_they_come = simulate(*given, FREE).step_s
@@ -103,13 +103,13 @@ def test_with_time_for_all_none_is_left_out(model: ModelSpec) -> None:
 
 
 class _Lane:
-    """Attempts of a step, of which some are behind when backward is over."""
+    """Attempts of a step, of which some are late when backward is over."""
 
     def __init__(self) -> None:
         self.attempts = Attempts()
 
     def step(self, units: int, num_lost: int = 0, num_under_way: int = 0) -> list[int]:
-        """Places of the units that are left out."""
+        """Return the places of the units that are left out."""
         left_out, started = [], []
         for place in range(units):
             if not self.attempts.wants_next():
@@ -127,10 +127,10 @@ class _Lane:
 def test_as_many_are_left_out_as_were_too_many() -> None:
     lane = _Lane()
     assert lane.step(12, num_lost=9) == []
-    assert lane.step(12, num_under_way=2) == [1, 4, 7, 10]  # half of them, spread from the second one on
+    assert lane.step(12, num_under_way=2) == [1, 4, 7, 10]  # half of them, spread evenly from the second unit on
     assert lane.step(12, num_lost=1, num_under_way=2) == [1, 4, 7, 10]
     assert lane.step(12) == [1, 3, 5, 8, 10]
-    assert lane.step(6) == [1, 4, 7, 10][:2]  # places of a step of 12
+    assert lane.step(6) == [1, 4, 7, 10][:2]  # the places of a step of 12
     assert len(lane.step(6)) == 3
 
 
@@ -143,7 +143,7 @@ def test_an_attempt_is_overtaken_by_the_next_one() -> None:
     home |= {"a"}
     assert first.is_due()
     home |= {"b"}
-    assert first.is_due()  # once decided
+    assert first.is_due()  # an attempt that is decided stays due
     assert second.is_due()
     late, last = Attempt(lambda: True, lambda: False), Attempt(lambda: True, lambda: False)
     attempts.add(late)

@@ -1,4 +1,4 @@
-"""The bound: worked out by hand for plain cases, and beaten by no order of a step's operations."""
+"""The bound: computed by hand for simple cases, and not beaten by any order of a step's operations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_STEPS = 30
 def plan_of(
     model: ModelSpec, *, depth: int = 1, buckets: int = 2, steps: int = 1, slots: int = 2, **changes: Any
 ) -> Plan:
-    """Layers on the host, but for what ``changes`` say; the root on the device. Args: slots: In host memory, a pool."""
+    """Layers on the host, except for ``changes``; the root on the device. Args: slots: Of each pool on the host."""
     root = UnitPlan(name="", weights="device", gradients="device", states="device", policy="keep")
     homes = {"weights": "host", "gradients": "host", "states": "host", **changes}
     units = [root, *(UnitPlan(name=u.name, **homes) for u in model.units[1:])]
@@ -50,7 +50,7 @@ def with_units(
 
 
 def rates_of(model: ModelSpec, *, forward_s: float = 1.0, backward_s: float = 2.0, **seconds: float) -> Rates:
-    """Rates at which each layer takes the given seconds of a resource: fp32, 1 Mi parameters."""
+    """Rates at which a layer of 1 Mi fp32 parameters takes the given seconds of each resource."""
     names = [u.name for u in model.units[1:]]
     nbytes = {"h2d": 4 * MIB, "d2h": 4 * MIB, "disk_read": 12 * MIB, "disk_write": 12 * MIB}
     updates = ("update", "device_update", "compute")
@@ -82,7 +82,7 @@ def test_alone_compute_binds(model):
 
 
 def test_updates_lie_behind_forward_and_never_behind_backward(model):
-    # The last unit's forward comes after its update, wherever that stands in the order.
+    # The last unit's forward comes after its update, wherever the update is in the order.
     assert bound(model, plan_of(model), update=0.9).seconds == pytest.approx(24 + 0.9 + 8)
     found = bound(model, plan_of(model), update=3.0)
     assert found.seconds == pytest.approx(24 + 8 * 3 + 1)
@@ -92,7 +92,7 @@ def test_updates_lie_behind_forward_and_never_behind_backward(model):
 
 def test_early_updates_lie_behind_all(model):
     plan = plan_of(model, early=True)
-    assert bound(model, plan, update=3.0).seconds == 8 + 24 + 3  # that of the first unit has nothing to hide behind
+    assert bound(model, plan, update=3.0).seconds == 8 + 24 + 3  # nothing hides the first unit's update
     found = bound(model, plan, update=5.0)
     assert (found.seconds, found.binding) == (pytest.approx(8 * 5 + 3 + 1), "update")
 
@@ -101,7 +101,7 @@ def test_without_clipping_updates_wait_for_their_own_gradients_alone(model):
     rates, visits = rates_of(model, update=3.0), usual_visits(model)
     free = Circumstances(clips=False)
     assert bound_of(model, plan_of(model), rates, visits, free).seconds == pytest.approx(8 + 24 + 3)
-    blocked = dataclasses.replace(rates, host_runs_ahead=False)  # step() is reached when backward is over
+    blocked = dataclasses.replace(rates, host_runs_ahead=False)  # step() is reached only when backward is over
     assert bound_of(model, plan_of(model), blocked, visits, free).seconds == pytest.approx(24 + 8 * 3 + 1)
 
 
@@ -115,7 +115,7 @@ def test_every_forward_fetches_all_that_changed_and_every_backward_what_no_slot_
 
 def test_with_one_slot_fetches_and_compute_take_turns(model):
     plan = plan_of(model, depth=0)
-    expected = (8 + 7) * 1.0 + 8 + 24  # a slot for weights: the last unit of forward stays
+    expected = (8 + 7) * 1.0 + 8 + 24  # one slot for weights: it keeps the last unit of forward
     assert bound(model, plan, h2d=1.0).seconds == pytest.approx(expected)
     assert simulate(model, plan, rates_of(model, h2d=1.0), usual_visits(model)).step_s == pytest.approx(expected)
 
@@ -132,7 +132,7 @@ def test_frozen_weights_in_slots_are_not_fetched_again():
 def test_gradients_leave_before_their_updates(model):
     found = bound(model, plan_of(model), d2h=5.0, update=0.5)
     assert found.binding == f"d2h with 2 buckets of {4 * MIB} bytes"
-    assert found.seconds == pytest.approx(3 + 8 * 5 + 0.5 + 1)  # one must be made first, and one be used
+    assert found.seconds == pytest.approx(3 + 8 * 5 + 0.5 + 1)  # the first gradient is made, the last one used
 
 
 def test_states_on_disk_are_read_and_written_once(model):
@@ -160,7 +160,7 @@ def test_gradients_land_when_others_have_been_written(model):
     plan = plan_of(model, gradients="disk", buckets=1, slots=1)
     found = bound(model, plan, disk_write=15.0)  # 5 s for a gradient
     assert found.total_s["disk_write"] == 8 * 5
-    # Forward; the first gradient; six are written before the last one finds a bucket.
+    # Forward; the first gradient; six more are written before the last one finds a bucket.
     assert found.seconds == pytest.approx(8 + 3 + 6 * 5)
     assert simulate(model, plan, rates_of(model, disk_write=15.0), usual_visits(model)).step_s >= found.seconds
 
@@ -178,7 +178,7 @@ def test_what_step_asks_for_comes_behind_backward_where_the_host_waits_for_that(
     ahead = bound_of(model, plan, rates, visits)
     blocked = dataclasses.replace(rates, host_runs_ahead=False)
     found = bound_of(model, plan, blocked, visits)
-    # Gradients and states of a unit take four times as long as its weights; backward brings six units' weights itself.
+    # Gradients and states of a unit take four times as long as its weights; backward itself fetches six units' weights.
     assert ahead.seconds < 24 + 8 * 6 + 8 * 1.5 <= found.seconds
     assert found.seconds <= simulate(model, plan, blocked, visits).step_s
 
@@ -248,7 +248,7 @@ def test_what_links_share_binds(model):
 
 
 def test_order_of_updates_that_beat_a_sum_of_two_parts():
-    """12 equal blocks, gradients bind the rest and updates the window: late units first, then the first ones."""
+    """12 equal blocks. Gradients bind the rest and updates the window: late units come first, then the first ones."""
     model = layered(12, root=0, layer=MIB, precision="fp32")
     plan = plan_of(model, buckets=6, policy="keep")
     rates = rates_of(model, d2h=4.0, update=4.0)
@@ -269,7 +269,7 @@ def test_no_order_beats_it(seed: int, has_ranks: bool):
 
 
 def test_random_steps_find_a_bound_that_is_too_high(monkeypatch):
-    monkeypatch.setattr(_Graph, "_held_sums", lambda self, places, slack_s: self._sums_of(places))  # slots hold nothing
+    monkeypatch.setattr(_Graph, "_held_sums", lambda self, places, slack_s: self._sums_of(places))  # no slots held
     ratios = []
     for seed in range(NUM_STEPS):
         step = random_step(chance := random.Random(seed))
@@ -293,14 +293,14 @@ def test_a_faster_machine_or_fewer_nodes_never_raise_it(seed: int):
 
 
 def test_what_goes_between_ranks_binds():
-    """8 layers of 4 MiB, a quarter of which is a rank's own: 3 s of exchange, and 1.5 s of gathering, for each."""
+    """8 layers of 4 MiB, a quarter of which belongs to the rank: 3 s of exchange and 1.5 s of gathering for each."""
     model = layered(NUM_LAYERS, root=0, layer=MIB, precision="fp32").among(4, 0)
     rates = rates_of(model)
     slow = dataclasses.replace(rates, bytes_per_s={"reduce": MIB, "host gather": 2 * MIB})
     found = bound_of(model, plan_of(model), slow, usual_visits(model))
     assert found.total_s["reduce"] == pytest.approx(8 * 3)
     assert found.total_s["gather"] == pytest.approx(8 * 1.5)
-    # Backward ends after 24 s. Then updates begin, and each unit is gathered before its next visit, the last one too.
+    # Backward ends after 24 s. Then updates begin, and each unit is gathered before its next visit, the last one, too.
     assert found.seconds == pytest.approx(24 + 8 * 1.5 + 1)
     assert found.seconds <= simulate(model, plan_of(model), slow, usual_visits(model)).step_s
 

@@ -1,4 +1,4 @@
-"""What would help: other settings, estimated from the plan that was found."""
+"""Which other settings would help, estimated from the plan that was found."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .models import even_footprint, layered
 
 MIB = 2**20
 STATE = 18 * MIB
-LAYERS = 3  # a search looks at more much longer
+LAYERS = 3  # a search takes much longer for more layers
 
 
 def setting_of(device: float, host: float, disk: float, **options: object) -> Setting:
-    """Args: device, host, disk: Layers' states that fit there."""
+    """Args: device, host, disk: Room of each tier, in states of a layer."""
     model = layered(LAYERS, root=0, layer=MIB)
     names = [unit.name for unit in model.units[1:]]
 
@@ -71,7 +71,7 @@ def test_each_change_has_a_gain_that_a_search_confirms(case):
 
 
 def test_changes_may_be_estimated_elsewhere(case):
-    """All but that of the batch, whose profile is not there yet."""
+    """All changes may, except that of the batch, whose profile does not exist yet."""
 
     def elsewhere(function: Callable[[Any], object], items: Iterable[Any]) -> Iterator[object]:
         first, *others = items
@@ -132,7 +132,7 @@ def test_a_part_of_the_units_may_save_more_where_they_are():
     setting, third = setting_of(1.5, 2, 6), Away("device", "select", 1 / LAYERS)
     job = dataclasses.replace(setting, ways=(third,)).job()
     assert job.within(third).limits == setting.limits
-    more = 2 * MIB - MIB / 2  # of one unit products instead of arguments alone
+    more = 2 * MIB - MIB / 2  # one unit keeps products instead of its arguments alone
     assert job.within(third).activations.nbytes == pytest.approx(
         job.within(None).activations.nbytes + 1.03 * more, rel=0.05
     )
@@ -144,7 +144,7 @@ def test_a_part_of_the_units_may_save_more_where_they_are():
 
 
 def test_as_many_units_save_more_as_there_is_room_for():
-    """For all there is none."""
+    """There is no room for all units."""
     setting, select = setting_of(0.6, 6, 6), Away("device", "select")
     found = search(dataclasses.replace(setting, ways=(None, select)).job())
     assert found.candidate.saves is not None

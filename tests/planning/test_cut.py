@@ -1,4 +1,4 @@
-"""Weights cut over ranks, on paper: who has which bytes, what that takes, and what a fetch is."""
+"""Weights cut over ranks, by calculation: which rank has which bytes, what that takes, and what a fetch moves."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_fetch_brings_a_run_and_the_others_come_by_link():
     assert linked.keys() == {"u.0", "u.1", "u.2"}
     assert all(op.lane == "link" and 4 * op.nbytes == 3 * spec.weight_bytes for op in linked.values())
     assert all(found[i].kind == "fetch" for op in linked.values() for i in op.after)
-    assert {op.unit for op in found if op.lane == "gather"} == {""}  # of the root alone all have the new weights
+    assert {op.unit for op in found if op.lane == "gather"} == {""}  # only the root's new weights go to all ranks
     there = schedule(model, plan_of(model, "world", "link", "device"), usual_visits(model)).operations
     assert not [op for op in there if op.lane == "h2d"]
     assert len([op for op in there if op.lane == "link"]) == len(fetches)
@@ -114,7 +114,7 @@ def test_of_one_copy_whole_units_are_fetched_and_each_rank_writes_its_run():
 
 @pytest.mark.parametrize("partition", ["node", "world"])
 def test_few_trained_weights_stay_whole(partition):
-    """A fetch is one all-gather, of what is frozen; new weights come from all ranks."""
+    """A fetch is one all-gather of the frozen weights; new weights come from all ranks."""
     few = model_of(4, 3, 2, frozen=200_003)
     spec, plan = few.units[1], plan_of(few, partition, "link")
     home = weights_home(spec, plan.units[1])

@@ -1,4 +1,4 @@
-"""What operations compute: counted where torch's own table has no entry, or one that refuses."""
+"""The work of operations: counted if torch's own table has no entry for them, or one that refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH, HEADS, LENGTH, FEATURES = 2, 8, 16, 4
 
 
 class Counted(TorchDispatchMode):
-    """Work of every operation that ``select`` looks at."""
+    """Counts the work of every operation that ``select`` considers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("num_key_heads", [HEADS, 2, 1], ids=["as many", "grouped", "one"])
 @pytest.mark.parametrize("is_in_table", [True, False])
 def test_attention_counts_every_query_whoever_shares_keys(num_key_heads, is_in_table, monkeypatch):
-    if not is_in_table:  # and the CPU's is in none
+    if not is_in_table:  # the CPU's kernel is in no version's table
         for packet in [packet for packet in flop_registry if packet.__name__.startswith(dear._ATTENTION)]:
             monkeypatch.delitem(flop_registry, packet)
     query = torch.randn(BATCH, HEADS, LENGTH, FEATURES)

@@ -1,4 +1,4 @@
-"""Second homes are taken from what a placement left, spread evenly."""
+"""Second homes use what a placement left, and are spread evenly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_keeps_to_the_limits_and_spreads_the_units(host: int, disk: int):
     assert dict(plan.tier_bytes) == tier_bytes(MODEL, plan)
     early = [u.early for u, spec in zip(plan.units, MODEL.units, strict=True) if can_be_early(spec, u) and u.name]
     gaps = "".join("x" if e else "." for e in early).strip(".").split("x")[1:-1]
-    assert not gaps or max(map(len, gaps)) - min(map(len, gaps)) <= 1  # equal layers
+    assert not gaps or max(map(len, gaps)) - min(map(len, gaps)) <= 1  # layers are equal
 
 
 def test_without_room_nothing_changes():

@@ -1,4 +1,4 @@
-"""What a step has alive, from shapes alone, for any choice of policies. Runs of a simulated GPU are held against it."""
+"""What is alive in a step, from shapes alone, for any policies. Runs of a simulated GPU are compared with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 def step(unit: str, begin: int, recompute: int, select: int, keep: int, *, is_backward: bool = False) -> Step:
-    """Peaks are beyond what is alive before."""
+    """A step. Args: recompute, select, keep: Bytes beyond what is alive before."""
     return Step(
         unit=unit,
         is_backward=is_backward,
@@ -55,9 +55,9 @@ def units(policy: str, tier: str) -> list[UnitPlan]:
         ("recompute", "device", 180),
         ("select", "device", 180 + 3 * 30),
         ("keep", "device", 180 + 3 * 90),
-        ("recompute", "host", 180 - 2 * 10),  # the last two are there still
+        ("recompute", "host", 180 - 2 * 10),  # the last two arguments are still there
         ("select", "host", 180 + 10 - 2 * 10 + 30),
-        ("keep", "host", 30 + 110 - 10 + 90),  # the first arguments are there until forward is over
+        ("keep", "host", 30 + 110 - 10 + 90),  # the first arguments stay until forward is over
         ("keep", "disk", 30 + 110 - 10 + 90),
     ],
 )
@@ -66,7 +66,7 @@ def test_peak_of_policies(policy: str, tier: str, most: int) -> None:
 
 
 class Rows(nn.Module):
-    """Layers over what an embedding gave, with a loss that takes more than they do."""
+    """Layers over the output of an embedding, with a loss that takes more than they do."""
 
     def __init__(self, *, holds: bool) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Rows(nn.Module):
 
 
 def test_what_the_first_unit_got_is_there_while_the_model_has_it() -> None:
-    """Where it has left, no longer."""
+    """If the model drops it and it has left the device, it is no longer counted."""
     alive = {}
     for holds in (True, False):
         cut = partition(Rows(holds=holds), state_names=(), precision=None)
@@ -97,7 +97,7 @@ def test_what_the_first_unit_got_is_there_while_the_model_has_it() -> None:
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_what_is_too_small_to_leave_is_counted(tier: str) -> None:
-    """Of all calls but the one that runs, which was followed with it."""
+    """It is counted for all calls but the running one, which already includes it."""
     small = dataclasses.replace(FOOTPRINT, saved=dict.fromkeys(NAMES, dataclasses.replace(SAVED, small=7)))
     for policy, more in (("keep", 3 * 7), ("select", 0), ("recompute", 0)):
         found, before = (of.peak_bytes(units(policy, tier)) for of in (small, FOOTPRINT))
@@ -114,7 +114,7 @@ def llama(layers: int = 3, device: str = "cpu") -> Partition:
 
 
 def peak(found: Footprint) -> int:
-    """Of a step that recomputes everything."""
+    """Peak bytes of a step that recomputes everything."""
     homes: Any = {"weights": "device", "gradients": "device", "states": "device"}
     return found.peak_bytes(UnitPlan(name=name, **homes) for name in found.saved)
 
@@ -135,7 +135,7 @@ def test_saves_more_with_every_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_equal_layers_are_followed_once_and_count_all() -> None:
-    """As if each had been followed."""
+    """The result is that of following each layer."""
     few, many = (footprint_of(llama(n, "meta"), sample(), CPU) for n in (2, 12))
     backward = [step for step in many.steps if step.is_backward]
     assert len(backward) == 12
@@ -145,7 +145,7 @@ def test_equal_layers_are_followed_once_and_count_all() -> None:
 
 
 def test_what_several_units_get_is_counted_once() -> None:
-    """What the encoder gave, and the positions that the first block of each half gives to the others."""
+    """Examples are the encoder's output, and the positions that the first block of each half passes to the others."""
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": 300}
     cut = partition(T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes)), state_names=())
     found = footprint_of(cut, sample(), CPU)
@@ -186,7 +186,7 @@ def test_a_loss_in_tiles_holds_gradients_in_fp32() -> None:
 
 
 class Choosy(nn.Module):
-    """Whose backward needs values."""
+    """A model whose backward needs real values."""
 
     def __init__(self) -> None:
         super().__init__()

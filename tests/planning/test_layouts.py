@@ -1,4 +1,4 @@
-"""Layouts: their sizes, and what ranks have of them."""
+"""Layouts: their sizes, and which part of them a rank has."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_states_never_lie_at_distances_that_alias_in_the_cache(numels, nbytes):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_gradients_that_need_no_cast_fit_where_they_rest(dtype):
-    """Vectors whose padding differs between 256 and 512 bytes."""
+    """The padding of these vectors differs between 256 and 512 bytes."""
     params = [
         ParamSpec(name=str(i), shape=(32,), dtype=dtype, update_dtype=dtype, requires_grad=True) for i in range(16)
     ]
@@ -57,7 +57,7 @@ def of_ranks(num_ranks: int, rank: int, *states: StateForm, is_whole: bool = Fal
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_ranks_have_every_block_of_a_state_once(num_ranks):
-    """A scale for 256 elements, and the last for what is left."""
+    """A scale serves 256 elements, and the last one serves the remainder."""
     form = StateForm("a", "uint8", format="8bit")
     scales = [StateForm("scale", "float32", (-(-numel // 256),), shared_by=256) for numel in NUMELS]
     specs = [of_ranks(num_ranks, rank, form, scales[1]) for rank in range(num_ranks)]

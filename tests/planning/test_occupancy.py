@@ -1,4 +1,4 @@
-"""What is in use when: slots between the first byte written and the last one read, activations between their visits."""
+"""What is in use when: slots from the first byte written to the last one read, activations between their visits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_never_more_is_in_use_than_is_reserved(states: str, slots: int):
         assert [t for t, _ in load.moments] == sorted({t for t, _ in load.moments})
         assert all(nbytes >= 0 for _, nbytes in load.moments)
     slot = loads["device", "slots for weights"]
-    assert slot.peak_bytes == slots * (slot.reserved_bytes // slots)  # all of them at some time
+    assert slot.peak_bytes == slots * (slot.reserved_bytes // slots)  # all slots are in use at some time
     assert 0 in {nbytes for _, nbytes in loads["device", "slots for bucket"].moments}  # none in forward
     if states == "disk":
         assert loads["host", "slots for states"].peak_bytes > 0
@@ -63,7 +63,7 @@ def test_workspace_is_no_home_beside_what_is_in_use_of_it():
     plan = dataclasses.replace(plan_of(), workspace_bytes=1000)
     loads, without = loads_of(plan), loads_of(plan_of())
     assert loads["device", "activations"].reserved_bytes == 1000
-    assert loads.keys() == without.keys()  # no homes on the device
+    assert loads.keys() == without.keys()  # the workspace adds no homes on the device
 
 
 def test_the_window_is_that_of_the_timeline():

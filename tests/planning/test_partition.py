@@ -255,7 +255,7 @@ class TestPrecision:
             assert chosen == "fp32"
             assert dtypes["blocks.0.adapter.weight"] == ("float32", "float32")
             assert dtypes["blocks.0.up.weight"] == ("bfloat16", "float32")
-        precision, dtypes = self.dtypes(model, "bf16")  # bf16 is in use already: nothing is converted
+        precision, dtypes = self.dtypes(model, "bf16")  # the model is in bf16 already: nothing is converted
         assert precision == "bf16"
         assert dtypes["blocks.0.adapter.weight"] == ("float32", "float32")
         assert dtypes["blocks.0.up.weight"] == ("bfloat16", "float32")
@@ -327,11 +327,11 @@ class TestChosenUnits:
 
 
 class AbsentParameter(nn.Parameter):
-    """Stands in for the runtime's class of that name."""
+    """A stand-in for the runtime's class of that name."""
 
 
 class Sharded(nn.Parameter):
-    """Stands in for a tensor subclass."""
+    """A stand-in for a tensor subclass."""
 
 
 def with_parameter(param: nn.Parameter) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Partition of the architectures that Transformers knows, tiny and on the meta device."""
+"""Partition of the architectures that Transformers has, tiny and on the meta device."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_frozen_tower_beside_a_language_model():
     ]
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks under the old name
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 class TestLora:
     @staticmethod
     def wrapped(**options):

@@ -87,7 +87,7 @@ def test_one_tier_raised_to_what_the_error_says_is_enough_and_one_byte_less_is_n
     else:
         return
     for tier in TIERS:
-        if not budget_of(given_limits)[tier] and tier != "device":  # not allowed
+        if not budget_of(given_limits)[tier] and tier != "device":  # the tier is not allowed
             assert tier not in raised
             continue
         with pytest.raises(PlanInfeasibleError):
@@ -156,7 +156,7 @@ def test_more_device_memory_never_means_less_on_the_device(precision):
         resident = sum(u.weights == "device" for u in plan.units)
         updated = sum(u.states == "device" for u in plan.units)
         fetched = len(plan.units) - resident
-        # Enough slots for every unit that is fetched counts as all the slots one could want.
+        # Enough slots for every fetched unit counts as all the slots one could want.
         depth = 3 if slots.get("weights", 0) >= fetched else slots["weights"]
         leaving = sum(u.gradients != "device" for u in plan.units[1:])
         buckets = 2 if slots.get("bucket", 0) >= leaving else slots["bucket"]

@@ -22,7 +22,7 @@ PLAN = Plan(
 
 
 def changed(path: str, value: object) -> str:
-    """The plan's JSON with the value at 'a/0/b' replaced."""
+    """Return the plan's JSON with the value at 'a/0/b' replaced."""
     data = json.loads(PLAN.to_json())
     *way, last = [int(p) if p.isdigit() else p for p in path.split("/")]
     target = data

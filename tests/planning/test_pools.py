@@ -15,7 +15,7 @@ GENEROUS = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
 
 
 def pools(model, homes, *, comfort=GENEROUS):
-    """{(tier, kind): [(slot bytes, slots)]} for homes written as 'weights gradients states' per unit."""
+    """{(tier, kind): [(slot bytes, slots)]} for homes given as 'weights gradients states' per unit."""
     units = []
     for spec, text in zip(model.units, homes, strict=True):
         weights, gradients, states = text.split()
@@ -66,8 +66,8 @@ def test_all_on_disk():
 def test_least_is_one_slot_of_the_largest_size():
     homes = ["device disk disk", "disk disk disk", "disk disk disk"]
     needed = pools(model(M, 5 * M, root=9 * M), homes, comfort=LEAST)
-    assert needed["device", "weights"] == needed["device", "bucket"] == [(5 * 4096, 1)]  # not the root
-    assert needed["host", "states"] == [(9 * 3 * 8192, 1)]  # the root too
+    assert needed["device", "weights"] == needed["device", "bucket"] == [(5 * 4096, 1)]  # the root is not among them
+    assert needed["host", "states"] == [(9 * 3 * 8192, 1)]  # the root is among them
     assert all(len(slots) == 1 for slots in needed.values())
 
 
@@ -95,7 +95,7 @@ def test_frozen_units_need_weight_slots_only():
         ((M, M), [(4096, 2)]),  # never more slots than units
         ((9 * M, M, M, M), [(9 * 4096, 1), (4096, 3)]),
         ((9 * M, 9 * M, M, M, M), [(9 * 4096, 2), (4096, 3)]),
-        ((3 * M, 2 * M, 2 * M, 2 * M), [(3 * 4096, 3)]),  # cut at 1.5: both take 9 pages, then one pool it is
+        ((3 * M, 2 * M, 2 * M, 2 * M), [(3 * 4096, 3)]),  # a cut at 1.5 would also take 9 pages, so there is one pool
         ((4 * M, 2 * M, 2 * M, 2 * M), [(4 * 4096, 1), (2 * 4096, 3)]),
     ],
 )
@@ -105,7 +105,7 @@ def test_pools_are_cut_by_size_where_that_saves_memory(layers, slots):
 
 
 def test_what_updates_make_and_drop_is_counted_where_they_run():
-    """Of whole parameters everywhere; of pieces on the device alone, since those of the host fit into a scratch."""
+    """For whole parameters everywhere; for pieces on the device alone, since those of the host fit into the scratch."""
 
     def spec(name, *, is_whole):
         param = dataclasses.replace(unit(name, M).params[0], temporary_bytes=5 * 4096 + 1, is_whole=is_whole)
@@ -122,7 +122,7 @@ def test_what_updates_make_and_drop_is_counted_where_they_run():
 
 
 def test_what_updates_make_has_room_in_both_lanes_of_the_device():
-    """A unit that is updated at once, and one that is staged, may be under way together."""
+    """A unit that is updated at once and one that is staged may be under way together."""
 
     def wanted(*tiers):
         plans = [UnitPlan(name="", weights="device", gradients="device", states="device")]

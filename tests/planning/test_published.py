@@ -1,4 +1,4 @@
-"""Steps that others measured: the simulator is near them where its inputs are fixed on other rows."""
+"""Steps that others measured: the simulator is close to them if its inputs are fixed on other rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .published import deep_optimizer_states, lazy_train, lohan
 
 
 def test_most_rows_are_predicted():
-    """LoHan's, with two and three drives among them, and as many others as the report counts; it explains the rest."""
+    """Near are LoHan's rows, also with two and three drives, and as many others as the report counts and explains."""
     free = [row for row in [*lohan(), *deep_optimizer_states(), *lazy_train()] if not row.is_fixed]
     near = [row for row in free if row.ratio == pytest.approx(1, abs=0.2)]
     assert [row.what for row in free if row.source == near[0].source] == [row.what for row in near[:7]]

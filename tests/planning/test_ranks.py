@@ -1,4 +1,4 @@
-"""What one of several ranks has of its node, and what goes between ranks: by hand, in a schedule, and in time."""
+"""What one of several ranks has of its node, and what moves between ranks: by hand, in a schedule, and in time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_ranks_share_what_a_node_has_once():
     assert NODE.disk is not None
     found = share_of(NODE, Ranks(2, 8))
     assert found.device == NODE.device
-    assert found.bus.h2d_bytes_per_s == NODE.bus.h2d_bytes_per_s / 2  # two devices behind a switch
+    assert found.bus.h2d_bytes_per_s == NODE.bus.h2d_bytes_per_s / 2  # two devices share a switch
     assert found.host.update_parameters_per_s == NODE.host.update_parameters_per_s / 8
     assert found.host.bytes_per_s == NODE.host.bytes_per_s / 8
     assert found.disk is not None
@@ -75,10 +75,10 @@ def test_an_exchange_passes_the_network_for_every_rank_and_a_gather_for_every_no
     found, network = between(NODE, Ranks(2, 8)), network_of(NODE).bytes_per_s
     assert network == pytest.approx(192 * GB)
     assert found.bytes_per_s["reduce"] == pytest.approx(network / 8 / (8 / 15))  # 8 of 15 others are elsewhere
-    assert found.bytes_per_s["gather"] == pytest.approx(230 * GB)  # 8/15 of it pass the network at 192
+    assert found.bytes_per_s["gather"] == pytest.approx(230 * GB)  # 8/15 of it pass the network, at 192
     assert found.bytes_per_s["link"] == found.bytes_per_s["gather"]
     assert found.bytes_per_s["node link"] == pytest.approx(230 * GB)
-    assert found.bytes_per_s["copies"] == pytest.approx(network / 8)  # each rank of a node gets another part
+    assert found.bytes_per_s["copies"] == pytest.approx(network / 8)  # each rank of a node gets a different part
     alone = between(NODE, Ranks(16, 1)).bytes_per_s
     assert alone["reduce"] == alone["gather"] == pytest.approx(network)
 
@@ -103,14 +103,14 @@ def test_what_is_taken_where_nothing_is_known():
 
 
 def of_ranks(num_ranks: int) -> tuple[ModelSpec, Plan]:
-    """Two layers in host memory. Their weights are cut evenly by 1, 2 and 4."""
+    """Two layers in host memory. Their weights can be cut evenly by 1, 2 and 4."""
     model = layered(2, root=0, layer=MIB, precision="bf16").among(num_ranks, 0)
     return model, plan_of(model)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_bytes_between_ranks(num_ranks: int):
-    """Of each micro-batch the runs of the others, and of new weights once in a step."""
+    """In each micro-batch the runs of the others' gradients, and once per step those of new weights."""
     model, plan = of_ranks(num_ranks)
     moved = schedule(model, plan, usual_visits(model, 3)).moved_bytes()
     others = 2 * 2 * MIB * (num_ranks - 1) // num_ranks
@@ -131,8 +131,8 @@ def test_seconds_between_ranks():
     seconds = {op.name: pace.seconds(op) for op in schedule(model, plan, usual_visits(model)).operations}
     layer = "model.layers.0"
     assert seconds[f"exchange gradients of {layer}"] == pytest.approx(2 * 0.75 / 3)
-    assert seconds[f"gather weights of {layer}"] == pytest.approx(2 * 0.75 / 6)  # updated in host memory
-    assert seconds[f"accumulate {layer}"] == pytest.approx(4 / 16)  # of four ranks, a quarter of 4 MiB each
+    assert seconds[f"gather weights of {layer}"] == pytest.approx(2 * 0.75 / 6)  # after an update in host memory
+    assert seconds[f"accumulate {layer}"] == pytest.approx(4 / 16)  # a quarter of 4 MiB from each of four ranks
     there = [dataclasses.replace(unit, update="device") if unit.name else unit for unit in plan.units]
     staged = dataclasses.replace(plan, units=tuple(there), pools=pools_for(model, there))
     pace = Pace(model, staged, rates)
@@ -145,7 +145,7 @@ def test_seconds_between_ranks():
     [("replicate", 0.0, 0.75 / 6), ("copy", 0.0, 0.25 / 7), ("cut", 0.75 / 9, 0.0), ("node", 0.5 / 10, 0.25 / 7)],
 )
 def test_seconds_of_weights_between_ranks(sharing: Sharing, link: float, gather: float):
-    """Two nodes with two ranks each: what one gets of 2 MiB at each of its fetches, and behind its update."""
+    """Two nodes with two ranks each: what one rank gets of 2 MiB in each of its fetches, and after its update."""
     rates = {"host gather": 6, "host copies": 7, "copies": 8, "link": 9, "node link": 10}
     model = layered(2, root=0, layer=MIB, precision="bf16").among(4, 0, 2)
     plan = plan_of(model)
@@ -184,12 +184,12 @@ def test_the_fastest_way_to_have_weights_and_the_first_where_others_gain_little(
     with pytest.raises(PlanInfeasibleError, match="no room for replicate"):
         found("replicate")
     steps_s |= {"copy": None, "node": None}
-    assert found("copy", "node") == "node"  # weights of both rest on disk
+    assert found("copy", "node") == "node"  # the weights of both rest on disk
 
 
 @pytest.mark.parametrize(("num_ranks", "lane"), [(2, "update"), (3, "device_update")])
 def test_where_gradients_of_all_ranks_are_added_up(num_ranks: int, lane: str):
-    """Two runs go home; of more the sum comes to the device, but for the first micro-batch, and goes home again."""
+    """Two runs go home. Of more, the sum comes to the device, except in the first micro-batch, and goes home again."""
     model, plan = of_ranks(num_ranks)
     operations = schedule(model, plan, usual_visits(model, 2)).operations
     layer = [op for op in operations if op.unit == "model.layers.0"]

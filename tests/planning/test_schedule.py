@@ -28,7 +28,7 @@ NUM_STEPS = 4
 
 @pytest.mark.parametrize("name", CASES)
 def test_schedule_is_as_kept(name: str):
-    # python -m tests.planning.goldens writes them anew
+    # python -m tests.planning.goldens writes these files anew
     assert text(name) == (FOLDER / f"{name}.txt").read_text()
 
 
@@ -97,7 +97,7 @@ def test_a_schedule_is_what_steps_come_to(loop: tuple[ModelSpec, Plan, tuple[Vis
 
 
 def without_accesses(step: Schedule) -> Schedule:
-    """Early updates let homes change places in every step."""
+    """Drop memory accesses: with early updates, homes change places in every step."""
     return replace(step, operations=tuple(op._replace(reads=(), writes=()) for op in step.operations))
 
 
@@ -110,15 +110,15 @@ def names(step: Schedule) -> set[str]:
 
 
 def of_the_step_before(step: Schedule, before: Schedule) -> Schedule:
-    """Without what is over for longer than a step."""
+    """Drop dependencies on operations that are more than a step back."""
     oldest = -len(before.operations)
     operations = [op._replace(after=tuple(i for i in op.after if i >= oldest)) for op in step.operations]
     return replace(step, operations=tuple(operations))
 
 
 def check_form(found: Schedule, order: tuple[Visit, ...]) -> None:
-    """Lanes are known, dependencies point backwards, and every visit is there once."""
-    num_before = len(found.operations) + len({visit.unit for visit in order}) + 1  # each unit's states, read or kept
+    """Check that lanes are known, dependencies point backwards, and every visit appears once."""
+    num_before = len(found.operations) + len({visit.unit for visit in order}) + 1  # and states of units
     for i, op in enumerate(found.operations):
         assert op.lane in LANES
         assert all(-num_before <= j < i for j in op.after)
@@ -127,7 +127,7 @@ def check_form(found: Schedule, order: tuple[Visit, ...]) -> None:
 
 
 def one_behind_the_other(steps: list[Schedule]) -> Iterator[Operation]:
-    """Operations of several steps, with indices over all of them."""
+    """Yield the operations of several steps, with indices over all of them."""
     begin = 0
     for step in steps:
         for op in step.operations:
@@ -136,7 +136,7 @@ def one_behind_the_other(steps: list[Schedule]) -> Iterator[Operation]:
 
 
 def happens_before(operations: list[Operation]) -> list[int]:
-    """For each operation the set of those that are over when it begins, as bits."""
+    """Return, for each operation, the set of operations that are over when it begins, as bits."""
     before: list[int] = []
     last: dict[str, int] = {}
     for i, op in enumerate(operations):

@@ -1,4 +1,4 @@
-"""Plans that are searched for: near the best of all, never slower than simple rules, within limits, always the same."""
+"""Plans by search: close to the best of all, never slower than simple rules, within limits, always the same."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .models import even_footprint, layered
 from .near_best import compare
 
 MIB = 2**20
-STATE = 18 * MIB  # of a layer: bf16 weight and gradient in fp32, master, two moments
+STATE = 18 * MIB  # bytes of a layer: bf16 weight, fp32 gradient, master, two moments
 
 
 def rates_of(model: ModelSpec, **changes: Any) -> Rates:
-    """A layer computes for 3 ms, and its states are updated for 2."""
+    """A layer computes for 3 ms, and its states are updated in 2 ms."""
     names = [unit.name for unit in model.units]
     bytes_per_s = {"h2d": 4e9, "d2h": 4e9, "disk_read": 2e9, "disk_write": 1.5e9}
     return Rates(
@@ -49,7 +49,7 @@ def rates_of(model: ModelSpec, **changes: Any) -> Rates:
 
 
 def job_of(num_layers: int, device: float, host: float, disk: float = 0, **options: Any) -> Job:
-    """Args: device, host, disk: Layers' states that fit there."""
+    """Args: device, host, disk: Room of each tier, in states of a layer."""
     model = layered(num_layers, root=0, layer=MIB)
     limits = Limits(
         device_bytes=int(device * STATE),
@@ -123,7 +123,7 @@ def test_is_always_the_same():
 
 
 def test_several_at_once_come_to_the_same():
-    """Also where another process works them out. The first of those that are tried at once counts."""
+    """This holds also if another process does the work. Of the plans tried at once the first better one counts."""
 
     def elsewhere(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
@@ -137,7 +137,7 @@ def test_several_at_once_come_to_the_same():
     found, same = search(job, simulated), search(job, alone)
     assert dataclasses.replace(found, num_simulated=same.num_simulated) == same
     assert found.runners_up == same.runners_up
-    assert len(simulated) > len(alone)  # some of those behind the first that was better
+    assert len(simulated) > len(alone)  # also plans after the first better one
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
@@ -158,7 +158,7 @@ def test_what_was_looked_at_ahead_is_looked_at_again(at_once: int, monkeypatch: 
 
 
 def test_updates_begin_where_gradients_come_first():
-    """Gradients come home slowly, and the first units' last."""
+    """Gradients come home slowly, and those of the first units come last."""
     job = job_of(12, 0.5, 20)
     job = dataclasses.replace(job, rates=rates_of(job.model, d2h=2 * MIB / 4e-3))
     found = search(job)
@@ -200,7 +200,7 @@ def test_nothing_fits():
 
 @pytest.mark.parametrize("seed", [1, 8])
 def test_is_near_the_best_of_all(seed: int):
-    """Two units and a root; ``planning.near_best`` has more and larger ones."""
+    """Two units and a root; ``planning.near_best`` has more and larger models."""
     row = compare(seed)
     assert row.over_best <= 1.02
     assert row.over_today <= 1 + 1e-9
@@ -223,7 +223,7 @@ def test_a_balanced_share():
         bytes_per_s={"h2d": 55e9, "d2h": 55e9},
         parameters_per_s={"update": 2.3e9, "device_update": 50e9},
     )
-    assert balanced_share(rates, there=12, back=12) == pytest.approx(0.66, abs=0.01)  # as worked out for an H100 node
+    assert balanced_share(rates, there=12, back=12) == pytest.approx(0.66, abs=0.01)  # as computed for an H100 node
     assert balanced_share(dataclasses.replace(rates, parameters_per_s={}), there=12, back=12) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Any share of updates for the device: the right number of units, spread evenly, and only those that can be."""
+"""Any share of updates on the device: the right number of units, spread evenly, and only units that allow it."""
 
 from __future__ import annotations
 

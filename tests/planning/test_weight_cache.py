@@ -1,4 +1,4 @@
-"""Belady's rule and the moves that follow from it, held against exhaustive search, other rules and a replay."""
+"""Belady's rule and its moves, compared with exhaustive search, other rules and a replay."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ USES = st.lists(st.integers(0, 4), max_size=14)
 
 
 def num_loads(uses: Sequence[int], num_slots: int, depth: int = 0) -> int:
-    """Loads of one step over slots that hold nothing."""
+    """Number of loads in one step, with slots that hold nothing at first."""
     cache = Cache(dict.fromkeys(range(5), range(num_slots)), frozenset(), depth)
     return len(list(belady([Use(i, unit, 0) for i, unit in enumerate(uses)], cache, [None] * num_slots)))
 
 
 def fewest_loads(uses: tuple[int, ...], num_slots: int) -> int:
-    """By trying every choice."""
+    """The fewest loads, found by trying every choice."""
 
     @functools.cache
     def fewest(i: int, held: frozenset[int]) -> int:
@@ -44,7 +44,7 @@ def fewest_loads(uses: tuple[int, ...], num_slots: int) -> int:
 
 
 def loads_of(rule: str, uses: Sequence[int], num_slots: int) -> int:
-    """Of a cache that evicts what was used (``lru``) or loaded (``fifo``) longest ago."""
+    """Loads of a cache that evicts what was used (``lru``) or loaded (``fifo``) longest ago."""
     held: list[int] = []
     loads = 0
     for unit in uses:
@@ -124,7 +124,7 @@ def test_every_visit_finds_its_weights(loop: tuple[ModelSpec, Plan, tuple[Visit,
 
 
 def replay(spec: ModelSpec, the_plan: Plan, order: Sequence[Visit], held: Held, moves: Sequence[Move]) -> Held:
-    """Make the moves of a step when they are due and see that each is right; what the slots hold at the end."""
+    """Make the moves of a step when they are due and check each. Returns what the slots hold at the end."""
     slots = {tier: list(getattr(held, tier)) for tier in Held._fields}
     period, waiting = len(order), list(moves)
     homes = [unit.weights for unit in the_plan.units]
@@ -145,11 +145,11 @@ def replay(spec: ModelSpec, the_plan: Plan, order: Sequence[Visit], held: Held, 
 
 
 def check_move(move: Move, now: int, order: Sequence[Visit], slots: list[int | None], trained: set[int]) -> None:
-    """It goes to the right slot, in time, as early as it can, and evicts nothing that is needed sooner."""
+    """Check that a move has the right slot, comes in time and as early as it can, and evicts nothing needed sooner."""
     assert move.due == now <= move.use
     assert move.unit not in slots
     assert slots[move.slot] == move.evicts
     if move.tier == "device":
-        assert now == 0 or order[now - 1].unit == move.evicts  # until now the slot was in use
+        assert now == 0 or order[now - 1].unit == move.evicts  # the slot was in use until now
         between = [(order * 2)[i].unit for i in range(now, move.use)]
         assert move.evicts not in between or (move.evicts in trained and move.use >= len(order))

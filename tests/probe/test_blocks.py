@@ -1,4 +1,4 @@
-"""Real blocks in time: which are run, that nothing of the model or of its random numbers changes, and what is kept."""
+"""Timing real blocks: which are run, that the model and its random numbers do not change, and what is kept."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def timed(
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "t5", "lora", "patchwork"])
 def test_every_unit_has_times_and_nothing_else_happens(name):
-    """Buffers that forward changes, dropout, blocks that are called twice, and gradients."""
+    """The model has buffers that forward changes, dropout, blocks that are called twice, and gradients."""
     model, sample = make(name), sample_of(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     attributes = [dict(module.__dict__) for module in model.modules()]
@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_measured_again(text):
 
 
 class Strange(nn.Module):
-    """A block with a parameter and a module that others have, too, under two names, and with a memory."""
+    """A block with memory that shares a parameter and a module with others, and has the module under two names."""
 
     def __init__(self, shared: nn.Parameter, linear: nn.Linear) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Strangers(nn.Module):
 
 
 def test_what_blocks_share_and_remember_stays_as_it_is():
-    """Gradients of parameters that were run by another name would be taken for the loop's own."""
+    """Gradients that a parameter got under another name would be taken for the loop's own."""
     model, sample = Strangers(), {"x": torch.ones(4, 8)}
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     work = timed(model, sample, units=[Strange])
@@ -152,7 +152,7 @@ def test_what_blocks_share_and_remember_stays_as_it_is():
 
 
 class Stubborn(nn.Module):
-    """A block that looks at the values it is given."""
+    """A block whose forward depends on the values it is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_what_takes_too_much_memory_is_counted(monkeypatch):
 
 
 def test_what_takes_long_is_counted():
-    """A large block on a small machine would take minutes, and its operations tell its time."""
+    """A large block on a small machine would take minutes, so its time is computed from its operations."""
     slow = dataclasses.replace(MACHINE, device=dataclasses.replace(MACHINE.device, fp32_flops=1e3, attention_flops=1e3))
     assert all(each.measured is None for each in timed(make("llama"), sample_of("llama"), hardware=slow).values())
 
@@ -218,7 +218,7 @@ def test_a_frozen_head_is_another_rest():
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_run_measures_blocks_on_its_own_machine_alone(compiles, monkeypatch):
-    """A plan for another machine, or for code that is compiled later, counts what is computed."""
+    """A plan for another machine, or for code that is compiled later, counts operations."""
     found: list[Partition] = []
 
     def with_none(work: Any, cut: Partition, *_: Any) -> Any:

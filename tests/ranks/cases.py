@@ -1,7 +1,7 @@
-"""One loop over models, precisions and plans, for a plain optimizer and for any number of ranks.
+"""One training loop over models, precisions and plans, for a plain optimizer and for any number of ranks.
 
-Rank r's j-th micro-batch is number j R + r of a step. Gradients are divided by their number behind the last backward,
-so that a mean over three ranks rounds as one over three more micro-batches does.
+Micro-batch j of rank r is number j R + r of a step. Gradients are divided by the number of micro-batches after the last
+backward, so that a mean over three ranks rounds as one over three more micro-batches does.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from outcore.planning.units.wrapped import tensors_in
 
 VOCAB = 29
 TOTAL, STEPS = map(int, os.environ.get("OUTCORE_TEST_LOOP", "6 3").split())
-"""Micro-batches of all ranks in a step, and steps."""
+"""Micro-batches of all ranks in a step, and number of steps."""
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
 
 
 ADAPTED = ("lora", "torchao", "bitsandbytes")
-"""One layer of a block is trained, in fp32; the others are quantised, unless it is ``lora``."""
+"""Kinds that train one layer of a block, in fp32; the other layers are quantised, except for ``lora``."""
 
 
 class Block(nn.Module):
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """``kind``: what is special about it."""
+    """A small language model. Args: kind: What is special about it."""
 
     def __init__(self, kind: str, width: int = 21, num_blocks: int = 3) -> None:
         super().__init__()
@@ -75,18 +75,18 @@ class Net(nn.Module):
     def forward(self, ids: torch.Tensor, number: int) -> torch.Tensor:
         x = self.embed(ids)
         for i, block in enumerate(self.blocks):
-            if self.kind == "routes" and (i == number % 3 or i == 1):  # the one in the middle is never visited
+            if self.kind == "routes" and (i == number % 3 or i == 1):  # the block in the middle is never visited
                 continue
             x = block(x, self.kind in ADAPTED or (self.kind == "absent" and number % 3 == 1))
         if self.kind == "backwards":
-            for block in self.blocks:  # once more, in the same order
+            for block in self.blocks:  # a second time, in the same order
                 x = block(x, False)
         return self.head(x)
 
 
 def build(kind: str, dtype: str, width: int = 21) -> nn.Module:
     torch.manual_seed(3)
-    width = 160 if kind == "few" else width  # so that what is trained is small beside a rank's part of the rest
+    width = 160 if kind == "few" else width  # so that the trained weights are small beside a rank's part of the rest
     model = Net(kind, width).to(DEVICE, getattr(torch, dtype)).train()
     if kind in ADAPTED:
         model.requires_grad_(False)
@@ -99,7 +99,7 @@ def build(kind: str, dtype: str, width: int = 21) -> nn.Module:
 
 
 def quantise(block: Block, kind: str) -> None:
-    """Its weights, with the library's own layers or wrappers."""
+    """Quantise a block's weights, with the library's own layers or wrappers."""
     if kind == "torchao":
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -118,27 +118,27 @@ class Case(NamedTuple):
     dtype: str = "float32"
     homes: str = "host"
     clip: float = 0.0
-    """0: no norms."""
+    """Largest norm; 0: no clipping."""
     share: float = 0.0
     depth: int = 0
     delays: int = 0
-    """Seed, if any."""
+    """Seed of random delays; 0: none."""
     keep: bool = False
-    """Gradients are zeroed in place."""
+    """Whether ``zero_grad`` zeroes gradients in place."""
     permute: int = 0
-    """Seed of lanes in an arbitrary legal order, if any."""
+    """Seed of an arbitrary legal order of the lanes; 0: the usual order."""
     states: str = "fp32"
-    """``state_format``."""
+    """The optimizer's ``state_format``."""
     partition: str = "replicate"
     gather: str = "link"
     masters: str = "fp32"
-    """``master_format``."""
+    """The optimizer's ``master_format``."""
     optim: str = "AdamW"
-    """Muon has AdamW beside it for what is not a matrix of a block."""
+    """The optimizer's class. Muon has AdamW beside it for all but the matrices of blocks."""
 
     @property
     def is_torchs(self) -> bool:
-        """Whether the plain loop has such an optimizer. Others are compared with one rank."""
+        """Whether the plain loop supports the optimizer. Other optimizers are compared with one rank."""
         return (self.states, self.masters, self.optim) == ("fp32", "fp32", "AdamW")
 
     @property
@@ -189,7 +189,7 @@ CUT = [
     Case("torchao", homes="mixed", clip=0.3, delays=7, partition="world"),
     Case("bitsandbytes", "bfloat16", clip=0.3, partition="node", gather="host"),
 ]
-"""Weights cut over ranks."""
+"""Cases whose weights are cut over ranks."""
 MACHINES = [
     Case("tied", homes="disk", partition="node"),
     Case("frozen", "bfloat16", homes="device", depth=1, partition="node"),
@@ -199,7 +199,7 @@ MACHINES = [
     Case("frozen", share=1.0, partition="node", gather="host"),
     Case("plain", "bfloat16", depth=1, partition="world"),
 ]
-"""For ranks on two machines."""
+"""Cases for ranks on two machines."""
 
 
 def micro_batches(step: int) -> list[torch.Tensor]:
@@ -208,7 +208,7 @@ def micro_batches(step: int) -> list[torch.Tensor]:
 
 
 def train(model: nn.Module, optimizer: Any, case: Case, *, num_ranks: int, rank: int, own_norm: bool) -> list[float]:
-    """The loop. Args: own_norm: Clip by the norm of several ranks. Returns the norms."""
+    """Train all steps. Args: own_norm: Clip by the norm as several ranks compute it. Returns the norms."""
     norms = []
     for step in range(STEPS):
         batches = micro_batches(step)
@@ -233,7 +233,7 @@ def train(model: nn.Module, optimizer: Any, case: Case, *, num_ranks: int, rank:
 
 
 def blocked_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """The norm of several ranks, of a whole gradient."""
+    """The norm of a whole gradient, as several ranks compute it."""
     flat = gradient.reshape(-1)
     count = num_blocks(flat.numel())
     sums = node_sums(block_sums(flat), 0, count, count)
@@ -243,7 +243,7 @@ def blocked_norm(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def made(case: Case) -> Any:
-    """The model, and what trains it."""
+    """The model and its optimizer."""
     model = build(case.kind, case.dtype, width_of(case))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kinds = {"AdamW": {"weight_decay": 0.1, "fused": True}, "Muon": {"weight_decay": 0.1}}
@@ -258,12 +258,12 @@ def made(case: Case) -> Any:
 
 
 def width_of(case: Case) -> int:
-    """Small parameters have no states in 8 bits; what is quantised is as wide as a block of it."""
+    """Width of the model. Small parameters have no 8-bit states; quantised layers are as wide as a block of them."""
     return 64 if case.kind in ADAPTED[1:] else 41 if case.states == "8bit" else 21
 
 
 def plain(case: Case) -> str:
-    """The plain loop in one process. bf16 trains fp32 masters by hand."""
+    """Run a case in a plain loop in one process. With bf16 it trains fp32 masters by hand."""
     if not case.is_torchs:
         with tempfile.TemporaryDirectory() as folder:
             return run(case, folder, 1, 0)["weights"]
@@ -274,7 +274,7 @@ def plain(case: Case) -> str:
 
 
 class Masters:
-    """Gradients summed, clipped and applied in float32, then rounded to the weights' dtype."""
+    """Sums gradients in float32, clips and applies them, then rounds to the weights' dtype."""
 
     def __init__(self, model: nn.Module) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
@@ -307,9 +307,9 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(case: Case, folder: str, num_ranks: int, rank: int) -> dict[str, Any]:
-    """One case by outcore. Returns digests of weights, and of weights and states."""
+    """Run one case with outcore. Returns digests of the weights and of the states, and the norms."""
     model, optimizer = made(case)
-    if rank:  # all begin as rank 0 does
+    if rank:  # all ranks start from rank 0's values
         for param in model.parameters():
             for tensor in tensors_in(param):
                 tensor.data.fill_(rank)
@@ -328,7 +328,7 @@ def run(case: Case, folder: str, num_ranks: int, rank: int) -> dict[str, Any]:
 
 
 def checked(model: nn.Module, optimizer: Any, plan: Any, folder: str, faults: Faults) -> Any:
-    """Prepared, under a race checker."""
+    """Prepare under a race checker."""
     return prepare_for_test(
         model,
         optimizer,
@@ -342,7 +342,7 @@ def checked(model: nn.Module, optimizer: Any, plan: Any, folder: str, faults: Fa
 
 
 def faults_of(case: Case, rank: int) -> Faults:
-    """Ranks are late at different times."""
+    """Delays that differ from rank to rank, or a permuted order."""
     lanes = ("compute", "h2d", "d2h", "update", "reduce", "gather", "link", "device_update")
     if case.permute:
         return Faults(permute=case.permute + rank, poison=True)
@@ -368,7 +368,7 @@ def _digest(tensors: Any) -> str:
 
 
 def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
-    """Args: cut: Weights are cut over ranks. By link all ranks visit the same units, and one copy is in host memory."""
+    """Args: cut: Cut weights over ranks. Through ``link`` all ranks visit the same units; ``host`` keeps one copy."""
     draw = random.Random(seed)
     for _ in range(count):
         ways = [("world", "link"), ("node", "link"), ("node", "host")]
@@ -376,11 +376,11 @@ def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
         kinds = ["plain", "tied", "frozen", "absent", "backwards", "lora"]
         kind = draw.choice(kinds if cut and gather == "link" else [*kinds, "routes"])
         dtype = draw.choice(["float32", "bfloat16", *(["float64"] if kind != "lora" else [])])
-        # One rank adds gradients of a block that is called twice in an order of its own (docs/exceptions.md).
+        # A single rank adds the gradients of a block that is called twice in a different order (docs/exceptions.md).
         has_reference = dtype != "float64" and kind != "backwards"
         states = draw.choice(["fp32", "fp32", *(["bf16", "8bit"] if has_reference else [])])
         has_rule = has_reference and states == "fp32" and draw.random() < 0.8
-        may_be_compact = has_reference and dtype == "bfloat16" and kind != "lora"  # whose adapters are in fp32
+        may_be_compact = has_reference and dtype == "bfloat16" and kind != "lora"  # the adapters of lora are in fp32
         yield Case(
             kind=kind,
             dtype=dtype,
@@ -400,16 +400,16 @@ def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
 
 
 def num_loops() -> int:
-    """Threads of gloo, one for each group."""
+    """Number of gloo's threads, one for each group."""
     found = 0
     for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # it has ended since
+        with contextlib.suppress(OSError):  # the thread has ended in the meantime
             found += path.read_text() == "gloo_tcp_loop\n"
     return found
 
 
 def begin() -> tuple[int, int]:
-    """This rank, and how many there are. On simulated GPUs each has one."""
+    """Return this rank and the number of ranks. On simulated GPUs each rank has its own."""
     torch.set_num_threads(1)
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if DEVICE == "cuda":
@@ -421,13 +421,13 @@ def begin() -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """A rank: cases as JSON, a folder for disk tiers."""
+    """Run one rank. Args: arguments: Cases as JSON, and a folder for disk tiers."""
     rank, num_ranks = begin()
     for text in json.loads(arguments[0]):
         print(json.dumps(run(Case(*text), arguments[1], num_ranks, rank)), flush=True)
         deadline_s = time.monotonic() + 10.0
         while num_loops() > 1 and time.monotonic() < deadline_s:
-            time.sleep(0.01)  # its last instructions
+            time.sleep(0.01)  # lets gloo's threads end
         assert num_loops() <= 1, "with the last engine its groups have ended, and the default one is left"
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -24,11 +24,11 @@ def launch(
     is_fresh: bool = False,
     **environment: str,
 ) -> list[str]:
-    """Run code in so many processes; what each has printed. One that fails is shown.
+    """Run code in ``num_ranks`` processes and return what each has printed. A process that fails is shown.
 
     Args:
-        limit_s: For all.
-        is_fresh: They share no memory with a parent, and sets of strings have another order on each.
+        limit_s: Time limit for all of them.
+        is_fresh: They share no memory with a parent, and sets of strings have another order in each.
     """
     ended = launch_and_wait(
         code, num_ranks, arguments, timeout_s=timeout_s, limit_s=limit_s, is_fresh=is_fresh, **environment
@@ -47,7 +47,7 @@ def launch_and_wait(
     is_fresh: bool = False,
     **environment: str,
 ) -> list[tuple[int, str, str]]:
-    """Of each: status, what it has printed, and what it has complained of."""
+    """Return for each process its status, its output and its errors."""
     ranks = start(code, num_ranks, arguments, timeout_s=timeout_s, is_fresh=is_fresh, **environment)
     try:
         said = [rank.communicate(timeout=limit_s) for rank in ranks]
@@ -67,7 +67,7 @@ def start(
     kind: type[nursery.Popen] = nursery.Popen,
     **environment: str,
 ) -> list[subprocess.Popen]:
-    """Processes that a launcher would start."""
+    """Start processes as a launcher would."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "OUTCORE_RANKS_TIMEOUT_S": str(timeout_s)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(num_ranks)}
     common |= {"LOCAL_WORLD_SIZE": str(num_ranks), **environment}

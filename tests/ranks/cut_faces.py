@@ -1,4 +1,4 @@
-"""Cut weights, as two ranks read and write them: run as a program on both, with a folder."""
+"""Cut weights as two ranks read and write them. Run as a program on both, with a folder."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def see(folder: Path, homes: str, partition: str, gather: str, masters: str) -> 
         assert torch.equal(states["master"].bfloat16(), state["0.0.weight"])
         states["master"] = written
         assert torch.equal(states["master"].clone(), written)
-        if masters == "compact":  # a master and its weight are one
+        if masters == "compact":  # a compact master and its weight are one value
             plain[0][0].weight.data.copy_(written)
         assert torch.equal(results(model, x), results(plain, x))
         with pytest.raises(outcore.OutcoreError, match="between calls of its unit"):
@@ -89,7 +89,7 @@ def see(folder: Path, homes: str, partition: str, gather: str, masters: str) -> 
 
 
 def _homes_half(optimizer: Any) -> None:
-    """Of every unit but the root."""
+    """Check that of every unit but the root each rank holds half."""
     engine = optimizer.engine
     for unit in engine.units[1:]:
         cut, whole = unit.ledger.cut, unit.spec.weight_bytes

@@ -1,6 +1,6 @@
-"""A rank that dies, stalls, fails, or does what the others do not: run as a program on all.
+"""A rank that dies, stalls, fails, or does not do what the others do. Run as a program on all ranks.
 
-Each says what happens, as lines of JSON with the time: ``reached`` (the fault), ``error``, ``interrupted``, or
+Each rank prints what happens as lines of JSON with the time: ``reached`` (the fault), ``error``, ``interrupted``, or
 ``went on``.
 """
 
@@ -34,7 +34,7 @@ STALL_S = 3 * TIMEOUT_S
 STEPS, MICRO_BATCHES = 3, 2
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 POINTS = {
-    "forward": "torch.nn.modules.normalization:LayerNorm.forward",  # inside of a block, also when it runs again
+    "forward": "torch.nn.modules.normalization:LayerNorm.forward",  # inside of a block, also when it is recomputed
     "backward": "outcore.runtime.gradients.ranked:RankedGradients.deposit",
     "exchange": "outcore.ranks.world:World.exchange",
     "addition": "outcore.runtime.gradients.ranked:add_works",
@@ -45,7 +45,7 @@ POINTS = {
     "link": "outcore.ranks.world:World.all_gather",
     "save": "outcore.saving.shared:SharedCheckpoint.meet",
 }
-"""Where a rank dies or stalls."""
+"""Places where a rank dies or stalls."""
 IN_PREPARE = {
     "model": "outcore.api:cut_model",
     "device": "outcore.api:open_device",
@@ -56,19 +56,19 @@ IN_PREPARE = {
     "first value": "outcore.ranks.world:World.copy_first",
     "hooks": "outcore.runtime.attached:Attached.take_calls",
 }
-"""Where a rank fails."""
+"""Places in ``prepare`` where a rank fails."""
 NUM_SAVED_WRITES = 8
-"""Of a rank in a save, about."""
+"""Approximate number of writes of one rank in a save."""
 WRITE = "outcore.memory.files.checkpoint_file:CheckpointFile.write"
 
 
 class Fault(NamedTuple):
-    """``kind``: see ``KINDS``."""
+    """A fault on one rank. Args: kind: See ``KINDS``."""
 
     kind: str
     point: str = "backward"
     count: int = 0
-    """So many times the point is passed first."""
+    """How often the point is passed before the fault."""
     rank: int = 1
     homes: str = "host"
     partition: str = "replicate"
@@ -80,7 +80,7 @@ def say(what: str, text: str = "") -> None:
 
 
 class At:
-    """Something happens when a point is passed for the n-th time, on the rank whose fault it is."""
+    """Makes something happen when a point is passed for the n-th time, on the rank that has the fault."""
 
     def __init__(self, where: str, count: int, happens: Callable[[], Any]) -> None:
         module, _, path = where.partition(":")
@@ -113,12 +113,12 @@ def prepared(folder: str) -> tuple[Any, Any]:
 
 
 def no(_: str) -> bool:
-    """This rank does what all do."""
+    """Return False: this rank does what the others do."""
     return False
 
 
 def train(model: Any, optimizer: Any, folder: str, *, steps: int = STEPS, odd: Callable[[str], bool] = no) -> None:
-    """Args: odd: Asked before what all ranks do; whether this one does not."""
+    """Train. Args: odd: Asked before a joint operation; True if this rank leaves it out."""
     for step in range(steps):
         batches = micro_batches(step)
         for number in range(MICRO_BATCHES):
@@ -131,26 +131,26 @@ def train(model: Any, optimizer: Any, folder: str, *, steps: int = STEPS, odd: C
         optimizer.zero_grad()
         if _saves():
             saving = outcore.save_checkpoint(model, optimizer, f"{folder}/checkpoints", step=step, keep=1)
-            if FAULT.kind == "fills_the_drive":  # the next one
+            if FAULT.kind == "fills_the_drive":  # the second save must be the one that fails
                 saving.wait()
 
 
 def _saves() -> bool:
-    """Behind each step; it takes as long as the step. An interrupt waits for a save."""
+    """Whether each step is followed by a save, which takes as long as the step. An interrupt would wait for a save."""
     if FAULT.kind in ("dies", "stalls"):
         return FAULT.point == "save" or FAULT.homes == "disk"
     return FAULT.kind != "is_interrupted"
 
 
 def wait_less(optimizer: Any) -> None:
-    """Only once all have begun, which a busy machine may take long for."""
+    """Shorten the timeout only once all ranks have begun, which may take long on a busy machine."""
     os.environ[TIMEOUT] = str(TIMEOUT_S)
     for group in optimizer.engine.access.world._groups._of_host:
         distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
 
 
 def ends(model: Any, work: Callable[[], None]) -> None:
-    """What the program of a user sees."""
+    """Run ``work`` and report what a user's program would see."""
     try:
         work()
         outcore.close(model)
@@ -177,8 +177,8 @@ def stalls(folder: str) -> None:
 
 
 def is_interrupted(folder: str) -> None:
-    """One rank stalls; the others wait for it, and somebody presses Ctrl-C there."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    """One rank stalls, the others wait for it, and Ctrl-C is pressed there."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     _at_a_point(folder, lambda: time.sleep(STALL_S))
 
 
@@ -192,7 +192,7 @@ def _at_a_point(folder: str, happens: Callable[[], Any]) -> None:
 
 
 def skips(folder: str) -> None:
-    """A backward, or a step."""
+    """One rank skips a backward or a step."""
     model, optimizer = prepared(folder)
     wait_less(optimizer)
     left = FAULT.count
@@ -210,7 +210,7 @@ def skips(folder: str) -> None:
 
 
 def asks(folder: str) -> None:
-    """For a norm, a gradient or a state, alone."""
+    """One rank alone asks for a norm, a gradient or the states."""
     model, optimizer = prepared(folder)
     wait_less(optimizer)
     left = FAULT.count
@@ -243,7 +243,7 @@ def _ask(model: Any, optimizer: Any) -> None:
 
 
 def stays_away(folder: str) -> None:
-    """From what is the first that all do, in a process that lives on."""
+    """One rank does not come to the first joint operation, while its process lives on."""
     distributed.init_process_group("gloo")
     os.environ[TIMEOUT] = str(TIMEOUT_S)
     distributed.barrier()
@@ -257,7 +257,7 @@ def stays_away(folder: str) -> None:
 
 
 def fails_in_prepare(folder: str) -> None:
-    """On one rank; all hear of it, and may begin again."""
+    """``prepare`` fails on one rank; all ranks get the error, and may begin again."""
     with At(IN_PREPARE[FAULT.point], FAULT.count, _full):
         try:
             prepared(folder)
@@ -268,12 +268,12 @@ def fails_in_prepare(folder: str) -> None:
 
 
 def fills_the_drive(folder: str) -> None:
-    """Of one rank, in a save; all hear of it, and go on."""
+    """The drive of one rank is full during a save; all ranks get the error, and go on."""
     model, optimizer = prepared(folder)
 
     def work() -> None:
         train(model, optimizer, folder, steps=1)
-        wanted = ["step-00000000", "step-00000007"]  # where the rank did not write so often
+        wanted = ["step-00000000", "step-00000007"]  # if the rank made too few writes to reach the fault
         with At(WRITE, FAULT.count, _full):
             try:
                 outcore.save_checkpoint(model, optimizer, f"{folder}/checkpoints", step=7).wait()
@@ -293,7 +293,7 @@ def _full() -> NoReturn:
 
 
 def does_alone(folder: str) -> None:
-    """What would come out alike on all ranks, and wrong."""
+    """One rank does something that would give all ranks the same wrong result."""
     model, optimizer = prepared(folder)
     train(model, optimizer, folder, steps=1)
 
@@ -330,4 +330,4 @@ def main() -> None:
     if FAULT.kind in ("fails_in_prepare", "fills_the_drive"):
         distributed.destroy_process_group()
     elif RANK == 0 and FAULT.kind != "is_interrupted":
-        time.sleep(2.0)  # it has the store in which the others look
+        time.sleep(2.0)  # it hosts the store in which the others look

@@ -1,4 +1,4 @@
-"""Waits that are dropped, one at a time: run as a program on all ranks. Says of each whether its race was found."""
+"""Waits that are dropped, one at a time. Run as a program on all ranks. Prints for each whether its race was found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BETWEEN_RANKS = {
     2: {*_ALWAYS, "gradients landed", "landing free"},
     3: {*_ALWAYS, "gradients added up", "sums there"},
 }
-"""Number of ranks -> labels of waits for what they do together, and behind it."""
+"""Number of ranks -> labels of waits around what the ranks do together."""
 SCENARIOS = [
     Case(homes="host", clip=0.3),
     Case("absent", homes="device", clip=0.3),
@@ -32,7 +32,7 @@ RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SI
 
 
 def run(case: Case, folder: str, skip: frozenset[str] = frozenset()) -> set[str] | None:
-    """Labels that were seen; None: a race was found."""
+    """Return the labels that were seen, or None if a race was found."""
     model, optimizer = made(case)
     options = {"homes": case.homes, "units": [Block], "share": case.share, "comfort": LEAST, "num_ranks": NUM_RANKS}
     _, plan = forced(model, optimizer, **options)

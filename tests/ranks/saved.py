@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: ``save FOLDER``, ``load FOLDER``, ``fail FOLDER`` as a program on all of them."""
+"""Checkpoints of several ranks. Run as ``save FOLDER``, ``load FOLDER`` or ``fail FOLDER`` on all of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SI
 def begun(case: Case, folder: Path, **options: Any) -> Any:
     model, optimizer = made(case)
     model.register_buffer("own", torch.zeros(3))
-    # Others load what three ranks save, with weights cut in another way.
+    # Two or five ranks load what three ranks save, with weights cut in another way.
     partition, gather = {2: ("node", "host"), 5: ("world", "link")}.get(NUM_RANKS, (case.partition, case.gather))
     how: Any = {"num_ranks": NUM_RANKS, "comfort": LEAST, "partition": partition, "gather": gather}
     _, plan = forced(model, optimizer, case.homes, units=[Block], **how)
@@ -73,14 +73,14 @@ def load(folder: Path) -> list[Any]:
             assert model.own.tolist() == [RANK if NUM_RANKS == 3 else 0] * 3
             model.own.zero_()
             found.append([seen(model, optimizer)])
-            if NUM_RANKS != 5:  # six micro-batches
+            if NUM_RANKS != 5:  # six micro-batches cannot be shared by five
                 train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
                 found[-1].append(seen(model, optimizer))
     return found
 
 
 def fail(folder: Path) -> list[Any]:
-    """The drive of one rank is full, at once or later; all hear of it, and go on."""
+    """The drive of one rank is full, at once or later; all ranks get the error, and go on."""
     write, case = CheckpointFile.write, CASES[1]
     with begun(case, folder) as (model, optimizer):
         train(model, optimizer, case, num_ranks=NUM_RANKS, rank=RANK, own_norm=False)
@@ -112,7 +112,7 @@ def fail(folder: Path) -> list[Any]:
 
 
 def gives_up_late(model: Any, optimizer: Any, folder: Path) -> None:
-    """Rank 0, when all have written and nobody has committed."""
+    """Rank 0 gives up when all have written and none has committed."""
     meet = SharedCheckpoint.meet
 
     def meet_and_fail(self: SharedCheckpoint, save: Any) -> None:
@@ -127,7 +127,7 @@ def gives_up_late(model: Any, optimizer: Any, folder: Path) -> None:
 
 
 def refuses_what_differs(model: Any, optimizer: Any, folder: Path) -> None:
-    """What is wrong on rank 1 alone is said on both, and nobody waits."""
+    """A mistake on rank 1 alone is reported on both ranks, and neither waits."""
     for name, value in {"step": RANK, "keep": 1 + RANK, "directory": folder / str(RANK)}.items():
         asked = {"directory": folder / "full", "step": 1, name: value}
         with pytest.raises(outcore.ConfigError, match=f"^save_checkpoint: .* but {name}=.* of rank 1 differs"):

@@ -1,4 +1,4 @@
-"""``outcore train`` on several ranks: as torchrun starts them, and by ``--nproc``."""
+"""``outcore train`` on several ranks: as torchrun starts them, and with ``--nproc``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RUN = ["--lr", "1e-3", "--max-grad-norm", "0", "--batch-size", "1", "--seq-len",
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """What a command is given: model, data, and a folder for the disk tier."""
+    """Arguments of a command: model, data, and a folder for the disk tier."""
     folder = tmp_path_factory.mktemp("commands")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "text.txt").write_text(" ".join(f"{n} bottles of beer on the wall," for n in range(150)))
@@ -47,14 +47,14 @@ def files(tmp_path_factory):
 
 
 def train(num_ranks: int, out: Path, files: list[str], *more: str) -> list[tuple[int, str, str]]:
-    """Of each rank: status, output and complaints. A step has four micro-batches."""
+    """Return for each rank: status, output and errors. A step has four micro-batches."""
     arguments = ["train", *files, *MEMORY, *RUN, "--out", str(out), "--grad-accum", str(4 // num_ranks), *more]
     return launch_and_wait(MAIN, num_ranks, arguments, timeout_s=60)
 
 
 @pytest.fixture(scope="module")
 def runs(files, tmp_path_factory):
-    """By number of ranks: its output folder, and what its ranks say. The second goes on to step 4 on one rank."""
+    """Output folder of all runs, and what their ranks report. The run of two ranks is resumed to step 4 on one rank."""
     folder = tmp_path_factory.mktemp("runs")
     text = files[3]
     evaluated = ["--eval-data", text, "--save-every", "2"]
@@ -120,7 +120,7 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def trained(files, tmp_path_factory):
-    """A model with values of its own, and data by command."""
+    """A model with random weights, and data for each command."""
     folder = tmp_path_factory.mktemp("trained")
     torch.manual_seed(3)
     config = AutoConfig.for_model(**{**CONFIG, "initializer_range": 0.1, "hidden_size": 64, "intermediate_size": 128})
@@ -159,7 +159,7 @@ links._TIMES = 1
 
 
 def test_ranks_measure_what_is_between_them(tmp_path):
-    """Plans for ranks on this machine are made for that."""
+    """Plans for ranks on this machine use the measured links."""
     out = tmp_path / "hardware.json"
     arguments = ["probe", "--device", "cpu", "--out", str(out)]
     cache = {"XDG_CACHE_HOME": str(tmp_path), "OUTCORE_HARDWARE": ""}
@@ -189,7 +189,7 @@ def test_what_one_rank_alone_does_wrong_it_says(files, tmp_path):
     arguments = ["train", *files, *MEMORY, *RUN, "--out", str(tmp_path / "out"), "--steps", "3"]
     first, other = launch_and_wait(FAILS_ALONE + MAIN, 2, arguments, timeout_s=60)
     assert (first[0], other[0]) == (1, 1), (first, other)
-    in_a_library = "Connection closed by peer"  # where all lanes were done when it met the others in a metric of TRL's
+    in_a_library = "Connection closed by peer"  # if its lanes were done when it met the others in a metric of TRL's
     assert re.search(f"expected (all ranks to|the same backward on all ranks)|{in_a_library}", first[2]), first[2]
     assert "KeyError: 'on one rank'" in other[2], other[2]
 
@@ -207,9 +207,9 @@ if os.environ["RANK"] == "0":
 
 
 def test_others_do_not_wait_for_what_rank_0_should_have_done_first(files, tmp_path):
-    """They are in a barrier of Accelerate's, and rank 0 waits for them."""
+    """They are in a barrier of Accelerate, and rank 0 waits for them."""
     arguments = ["train", *files, *MEMORY, *RUN, "--out", str(tmp_path / "out"), "--steps", "3"]
-    first, other = launch_and_wait(FAILS_FIRST + MAIN, 2, arguments, timeout_s=3600)  # nor do they wait for that
+    first, other = launch_and_wait(FAILS_FIRST + MAIN, 2, arguments, timeout_s=3600)  # nor do they wait that long
     assert (first[0], other[0]) in ((1, 1), (2, 2)), (first, other)
     assert "in what rank 0 does first" in first[2], first[2]
     assert other[1:] == ("", ""), other
@@ -228,7 +228,7 @@ Path.mkdir = full
 
 
 def test_others_hear_that_there_is_no_folder_for_the_model(files, tmp_path):
-    """Where weights are cut over ranks they would wait for rank 0 to read them."""
+    """With cut weights they would otherwise wait for rank 0 to read them."""
     arguments = ["train", *files, *MEMORY, *RUN, "--out", str(tmp_path / "out"), "--steps", "1", "--save-every", "1"]
     first, other = launch_and_wait(NO_FOLDER + MAIN, 2, arguments, timeout_s=60)
     assert (first[0], *other) == (1, 1, "", ""), (first, other)
@@ -245,7 +245,7 @@ def test_ranks_of_a_dry_run_read_the_data_for_themselves(files, tmp_path):
 
 
 class Store:
-    """Of torch, as far as it is asked; one rank."""
+    """The parts of torch's store that a crew of one rank uses."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -273,7 +273,7 @@ def test_ranks_are_told_of_any_size():
 
 
 def test_who_waits_until_rank_0_has_said_it():
-    """``has_said`` is there in all cases but those in which nobody is to look for it."""
+    """A rank waits for rank 0's report, unless its own error decides its status."""
     lost = LaneError("a lane failed")
     lost.__cause__ = OtherRankError("rank 1: expected all ranks to come")
     for error, has_begun, status in (
@@ -289,7 +289,7 @@ def test_who_waits_until_rank_0_has_said_it():
         crew.has_begun = has_begun
         said = threading.Timer(0.0 if has_begun else 0.3, store.set, ("outcore/said", "1"))
         said.start()
-        if has_begun:  # also where rank 0 was first
+        if has_begun:  # also if rank 0 was first
             said.join()
         assert crew.told(error) == status, error
         said.join()
@@ -302,7 +302,7 @@ def test_a_signal_stops_all_behind_a_checkpoint(told, files, tmp_path):
     arguments = ["train", *files, *MEMORY, *RUN, "--out", str(out), "--steps", "100000"]
     ranks = start(MAIN, 2, arguments, timeout_s=60)
     try:
-        while "loss" not in ranks[0].stdout.readline():  # of the first step
+        while "loss" not in ranks[0].stdout.readline():  # until the first step is over
             assert ranks[0].poll() is None
         for number in told:
             ranks[number].send_signal(signal.SIGTERM)

@@ -34,7 +34,7 @@ ON_TWO = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Folder, and by job what each rank says."""
+    """The output folder, and what each rank reports of each job."""
     from .trainers import Job, run
 
     folder = tmp_path_factory.mktemp("trainers")
@@ -48,7 +48,7 @@ def found(tmp_path_factory):
     with pytest.warns(UserWarning, match="resume_from_checkpoint: 2 ranks saved .* and 1 go on: generators stay"):
         said["one from two"] = [run(Job("one from two", resume="two/checkpoint-3"), folder)]
     said["one compact"] = [run(Job("one compact", masters="compact"), folder)]
-    with pytest.warns(UserWarning, match="generators stay"):  # in another form of masters
+    with pytest.warns(UserWarning, match="generators stay"):  # resumed with another master format
         run(Job("one from two compact", resume="two compact/checkpoint-3", masters="fp32"), folder)
     torch.set_num_threads(threads)
     return folder, said
@@ -90,7 +90,7 @@ def test_logs_are_those_of_one_rank(found):
     for name, wanted, names in (
         ("two", "plain", known),
         ("two clipped", "plain clipped", known),
-        ("two", "ddp", {*known, "eval_loss"}),  # a plain Trainer's own differs with the number of ranks
+        ("two", "ddp", {*known, "eval_loss"}),  # the plain Trainer's own loss differs with the number of ranks
     ):
         for of_rank in said[name]:
             for line, other in zip(of_rank["logs"], said[wanted][0]["logs"], strict=True):

@@ -1,4 +1,4 @@
-"""Trainers on several ranks, for ``launch`` and for the test itself: jobs as JSON, a folder for all that they write."""
+"""Trainers on several ranks, for ``launch`` and for the test itself: jobs as JSON, and a folder for all their files."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .cases import DEVICE, begin, blocked_norm
 
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 MICRO_BATCHES = 8
-"""Of a step. An epoch has 12, so that the last step of each has 4."""
+"""Micro-batches of a step. An epoch has 12, so its last step has 4."""
 LARGEST_SCALE = 2.0**21
-"""First steps overflow with it."""
+"""A loss scale with which the first steps overflow."""
 TEXTS = [f"line {i} " + "abc " * (i % 5 + 1) for i in range(24)]
 
 
@@ -41,16 +41,16 @@ class Job(NamedTuple):
     clip: float = 1e9
     dropout: float = 0.0
     resume: str | None = None
-    """A checkpoint, from the folder on."""
+    """Path of a checkpoint, relative to the folder."""
     partition: str = "replicate"
     masters: str | None = None
-    """``master_format`` of bf16 weights."""
+    """The ``master_format`` for bf16 weights."""
     is_scaled: bool = False
-    """fp16 with a gradient scaler, on accelerators."""
+    """Whether to use fp16 with a gradient scaler, on accelerators."""
 
 
 class Normed(Trainer):
-    """Clips by the norm of several ranks."""
+    """Clips by the norm as several ranks compute it."""
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         params = [p for p in model.parameters() if p.grad is not None]
@@ -89,7 +89,7 @@ def count_calls(model: nn.Module, _: Any) -> None:
 
 
 def fails_and_goes_on(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drive of rank 0 is full in the midst of the third save: all hear of it, and go on from the second."""
+    """Rank 0's drive is full in the middle of the third save: all ranks get the error, and resume from the second."""
     write, calls = weights_file._write_all, itertools.count()
 
     def full(file: Any, memory: memoryview) -> None:
@@ -107,7 +107,7 @@ def fails_and_goes_on(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def run(job: Job, folder: Path) -> dict[str, Any]:
-    """Train. Returns what was logged; weights come into a file."""
+    """Train. Returns what was logged; the weights are written to a file."""
     datasets.disable_progress_bars()
     changes: dict[str, Any] = {
         "gradient_accumulation_steps": MICRO_BATCHES // NUM_RANKS,
@@ -122,12 +122,12 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         "fp16": job.is_scaled,
     }
     side = Streamed(folder, job) if job.is_streamed else Plain()
-    model = llama(attention_dropout=job.dropout, seed=3 + RANK if job.is_streamed else 3)  # all begin as rank 0 does
+    model = llama(attention_dropout=job.dropout, seed=3 + RANK if job.is_streamed else 3)  # all start as rank 0
     if job.kind == "lora":
         rows = {"train_dataset": datasets.Dataset.from_dict({"text": TEXTS}), "peft_config": lora()}
         trainer = sft(side, folder / job.name, model=model, parts=rows, **changes)
     else:
-        if job.kind == "buffers":  # each rank has its own
+        if job.kind == "buffers":  # each rank has its own buffer
             model.register_buffer("seen", torch.zeros(1))
             model.register_forward_pre_hook(count_calls)
         kind = Trainer if job.is_streamed or NUM_RANKS > 1 else Normed

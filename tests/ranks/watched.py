@@ -1,4 +1,4 @@
-"""Ranks of which one is at fault, watched until all have ended, and judged by what they have said."""
+"""Watches ranks of which one is at fault until all have ended, and judges them by what they report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .conftest import start
 from .faults import IN_PREPARE, NUM_SAVED_WRITES, POINTS, TIMEOUT_S, Fault
 
 _STARTING = threading.Lock()
-"""The nursery gives one birth at a time."""
+"""Held while ranks start: the nursery starts one group at a time."""
 MARGIN_S = 5.0
 INTERRUPT_S = 1.0
 _LOST = re.compile(r"rank (\d): expected (?:all ranks to|the same backward on all ranks)")
@@ -32,7 +32,7 @@ _ALONE = {
 
 
 class Watched(NamedTuple):
-    """A rank."""
+    """What was seen of one rank."""
 
     status: int
     lines: list[dict[str, Any]]
@@ -40,26 +40,26 @@ class Watched(NamedTuple):
     errors: str
 
     def said(self, what: str) -> dict[str, Any] | None:
-        """The first line of a kind."""
+        """Return the first line of a kind."""
         return next((line for line in self.lines if line["what"] == what), None)
 
 
 class Verdict(NamedTuple):
-    """Of a run."""
+    """The judgement of a run."""
 
     is_reached: bool
-    """The fault happened."""
+    """Whether the fault happened."""
     wrong: list[str]
     seconds: float
-    """From the fault, or the Ctrl-C, until the last of the others said what it had heard."""
+    """From the fault, or the Ctrl-C, until the last of the other ranks reported it."""
     ended_s: float
-    """Until the last of the others had ended."""
+    """From the same moment until the last of the others had ended."""
     where: list[str]
     """What each of the others was waiting for."""
 
 
 def draw(kind: str, seed: int, num_ranks: int) -> Fault:
-    """A fault of a kind."""
+    """Draw a fault of a kind."""
     numbers = random.Random(f"{kind} {seed}")
     rank, count = numbers.randrange(num_ranks), numbers.randrange(6)
     points = {
@@ -76,7 +76,7 @@ def draw(kind: str, seed: int, num_ranks: int) -> Fault:
     elif point in ("norm", "step", "save") and kind != "asks":
         count %= 3
     elif kind == "asks":
-        count = numbers.choice([0, 1, 3, 5])  # backwards before which there are gradients
+        count = numbers.choice([0, 1, 3, 5])  # numbers of backwards before which there are gradients
     elif kind == "fills_the_drive":
         count %= NUM_SAVED_WRITES
     homes = numbers.choice(["host", "disk", "device"])
@@ -85,7 +85,7 @@ def draw(kind: str, seed: int, num_ranks: int) -> Fault:
 
 
 def run(fault: Fault, num_ranks: int) -> Verdict:
-    """One run, judged."""
+    """Run the ranks once and judge them."""
     before = _left_behind()
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         ranks = watch(fault, num_ranks, folder)
@@ -99,7 +99,7 @@ def run(fault: Fault, num_ranks: int) -> Verdict:
 
 
 def _left_behind() -> Iterator[str]:
-    """Shared memory and sockets that have a name."""
+    """Shared memory and sockets that still have a name."""
     return [*os.listdir("/dev/shm"), *(name for name in os.listdir("/tmp") if "outcore" in name)]
 
 
@@ -146,7 +146,7 @@ def _end(ranks: list[nursery.Popen]) -> None:
 
 
 def judge(fault: Fault, ranks: list[Watched]) -> Verdict:
-    """Whether all ranks ended as they should have."""
+    """Judge whether all ranks ended as they should have."""
     guilty, others = ranks[fault.rank], [rank for number, rank in enumerate(ranks) if number != fault.rank]
     reached = guilty.said("reached")
     if reached is None:
@@ -166,7 +166,7 @@ def judge(fault: Fault, ranks: list[Watched]) -> Verdict:
 
 
 def _wrong(fault: Fault, number: int, rank: Watched, heard: str) -> Iterator[str]:
-    """Of one rank. Args: heard: What others say of the fault."""
+    """What is wrong with one rank. Args: heard: The kind of line that the other ranks report the fault with."""
     if fault.kind == "dies" and number == fault.rank:
         if rank.status != -signal.SIGKILL:
             yield f"rank {number} ended with {rank.status}"
@@ -187,7 +187,7 @@ def _names_what_happened(fault: Fault, number: int, text: str) -> bool:
     if fault.kind == "is_interrupted":
         return True
     if fault.point == "save" and number == fault.rank and "other ranks gave the checkpoint up" in text:
-        return True  # it came back behind them
+        return True  # it came back after the others gave up
     speaker = _LOST.search(text)
     if speaker is None or int(speaker[1]) != number:
         return False

@@ -18,7 +18,7 @@ def visits(units: str | list[int]) -> list[Visit]:
 
 
 class Decider:
-    """Fetches every visit's unit when the visit before it takes place, and counts how often it is asked."""
+    """Fetches the unit of each visit at the visit before, and counts how often it is asked."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -34,7 +34,7 @@ def cursor(expected: str) -> Cursor:
 
 
 def due_after(follower: Cursor, units: str) -> list[list[int]]:
-    """What is due after each visit."""
+    """Return what is due after each visit."""
     found = []
     for visit in visits(units):
         follower.follow(visit)
@@ -126,7 +126,7 @@ def test_a_round_ends_where_it_begins_again():
 
 
 def test_a_round_that_begins_elsewhere_is_cut():
-    # An encoder runs once, then a decoder for each token.
+    # An encoder runs once, then a decoder runs for each token.
     follower = Round(Decider(), (), NOTHING)
     for visit in visits("12" + "345" * 3):
         follower.follow_round(visit, lambda: NOTHING)

@@ -1,4 +1,4 @@
-"""Room for activations: never more than there is, and all of it back."""
+"""Room for activations: never more is taken than there is, and all of it is given back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outcore.runtime.activations.room import Lease, Room
 
 
 class FakeMeter:
-    """Says what it is told."""
+    """A meter that returns what it is told."""
 
     def __init__(self) -> None:
         self.peak = 0

@@ -1,4 +1,4 @@
-"""Nests of arguments: taken apart, filled again, and compared with what was handed to a block."""
+"""Nested arguments: taken apart, filled again, and compared with what a block was given."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_changes_are_seen(name):
     filled = structure.fill(tensors)
     change(filled)
     assert not structure.still_holds(filled, tensors, "here")
-    assert structure.still_holds(structure.fill(tensors), tensors, "here")  # what was filled is nobody else's
+    assert structure.still_holds(structure.fill(tensors), tensors, "here")  # each fill makes new containers
 
 
 def test_a_hidden_tensor_with_gradient_is_refused():

@@ -1,4 +1,4 @@
-"""Small models, and plans that put every unit of them on one tier."""
+"""Small models, and plans that put all their units on one tier."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """Nothing that a library knows. Embedding and head are tied."""
+    """A model that no library knows. Embedding and head are tied."""
 
     def __init__(self, width: int = 19, num_blocks: int = 3) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _placed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def with_adapters(model: nn.Module, **more: Any) -> Any:
-    """LoRA on some layers."""
+    """Add LoRA to some layers."""
     from peft import LoraConfig, get_peft_model
 
     with warnings.catch_warnings():
@@ -137,7 +137,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def plan_on(tier: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Any = None) -> Plan:
-    """Everything on one tier; weights of the root unit on the device."""
+    """A plan with everything on one tier, except the weights of the root unit, which are on the device."""
     return forced(model, optimizer, tier, precision=precision, depth=1)[1]
 
 
@@ -152,13 +152,13 @@ def prepared(model: Any, folder: Path, tier: str = "host", **options: Any) -> It
 
 
 def find(directory: Path, **options: Any) -> tuple[Path, Manifest]:
-    """``found``, and nobody holds it."""
+    """Call ``found`` without holding the result."""
     with found(directory, **options) as pair:
         return pair
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, steps: range = range(1)) -> list[torch.Tensor]:
-    """The losses of some steps, each with random numbers of its own."""
+    """Train some steps, each with its own random numbers. Returns the losses."""
     losses = []
     for step in steps:
         torch.manual_seed(step)
@@ -171,7 +171,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: range = range(1))
 
 
 def same(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
-    """Same names in the same order, same shapes and dtypes, same bits."""
+    """Assert equal names in equal order, equal shapes and dtypes, and equal bits."""
     assert list(want) == list(got)
     for name, tensor in want.items():
         assert tensor.dtype == got[name].dtype, name

@@ -1,4 +1,4 @@
-"""A checkpoint is a run's whole state at one step: written while training goes on, there as a whole or not at all."""
+"""A checkpoint is a run's whole state at one step: written while training goes on, visible as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_run_goes_on_under_another_plan(there: str, here: str, precision: str,
         want = small.train(model, optimizer, range(3, 7)), state_of(model, optimizer)
         assert save.wait() == folder / "step-00000003"
     with prepared(here, 1) as (model, optimizer):
-        small.train(model, optimizer, range(2))  # other weights and states, to be replaced
+        small.train(model, optimizer, range(2))  # other weights and states, to be overwritten
         assert outcore.load_checkpoint(model, optimizer, folder) == {"step": 3}
         got = small.train(model, optimizer, range(3, 7)), state_of(model, optimizer)
     assert want[0] == got[0]
@@ -68,7 +68,7 @@ def test_models(name: str, tmp_path: Path):
 
 
 def test_small_state(tmp_path: Path):
-    """Random generators go on; what is given comes back as it was."""
+    """Random generators continue; extra values come back unchanged."""
     extra = {
         "scheduler": {"base_lrs": [0.1, float("inf")], 3: (1, None), "$odd": True},
         "tensor": torch.arange(5, dtype=torch.int16),
@@ -149,7 +149,7 @@ def test_bad_input_changes_nothing(tmp_path: Path):
         ):
             with pytest.raises(ConfigError, match=message):
                 outcore.load_checkpoint(model, optimizer, folder, step=step)
-    other = small.build("plain", seed=1)  # frozen parameters of another base
+    other = small.build("plain", seed=1)  # frozen parameters of a different base
     with small.prepared(other, tmp_path) as (model, optimizer):
         want = state_of(model, optimizer)
         with pytest.raises(ConfigError, match=r"'blocks\.0\.up\.bias' has other values"):
@@ -163,7 +163,7 @@ def test_bad_input_changes_nothing(tmp_path: Path):
 
 
 def test_what_a_trainer_wrote_is_not_taken_for_one(tmp_path: Path):
-    """Nor is it removed: the Trainer knows which is the best."""
+    """Nor is it removed: the Trainer knows which checkpoint is the best."""
     unfinished = UnfinishedCheckpoint(tmp_path / "c" / "checkpoint-9")
     (unfinished.path / "trainer_state.json").write_text("{}")
     unfinished.commit(lambda files: Manifest(step=9, files=files))
@@ -194,7 +194,7 @@ def test_one_that_failed_does_not_cost_the_next(tmp_path: Path, monkeypatch: pyt
 
 
 def _fails_beside(model: Any, optimizer: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """A save whose commit fails while training goes on; nobody waits for it."""
+    """Start a save whose commit fails while training goes on, and do not wait for it. Returns whether it failed."""
 
     def fails(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
@@ -209,7 +209,7 @@ def _fails_beside(model: Any, optimizer: Any, folder: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("how", ["close", "block", "error"])
 def test_the_end_of_a_run_says_that_the_last_save_failed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As an error, and all is closed then; weights are ordinary ones."""
+    """The failure is an error, everything is closed by then, and weights are ordinary ones."""
     error = KeyError("of the loop")
     with small.prepared(small.build("plain"), tmp_path, "host") as (model, optimizer):
         small.train(model, optimizer)
@@ -228,7 +228,7 @@ def test_the_end_of_a_run_says_that_the_last_save_failed(how: str, tmp_path: Pat
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_who_saves_beside_training_waits_for_no_drive(tier: str, tmp_path: Path):
-    """The caller syncs nothing, and writes nothing past the page cache but one page that tries it."""
+    """The caller syncs nothing, and bypasses the page cache for a single page only, to try direct I/O."""
     calls: list[tuple[str, str]] = []
 
     def see(call: Call, do: Any) -> Any:
@@ -246,7 +246,7 @@ def test_who_saves_beside_training_waits_for_no_drive(tier: str, tmp_path: Path)
 
 
 def test_ctrl_c_while_the_end_of_a_block_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """All is closed, and nobody waits again: the save is given up."""
+    """Everything is closed without a second wait: the save is given up."""
     write, fail, go_on = CheckpointFile.write, Save.fail, threading.Event()
     main = threading.main_thread()
     monkeypatch.setattr(
@@ -280,7 +280,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_models_and_optimizers_with_little_to_save(tmp_path: Path):
-    """Parameters and buffers without elements, an optimizer without states, rates that are tensors."""
+    """Parameters and buffers without elements, an optimizer without states, and learning rates that are tensors."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3))
     model[0].register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
@@ -309,7 +309,7 @@ def test_models_and_optimizers_with_little_to_save(tmp_path: Path):
 
 
 def test_small_state_of_schedulers(run: Any, tmp_path: Path):
-    """What torch's schedulers give comes back and goes on."""
+    """The state of torch's schedulers comes back and continues."""
     from torch.optim import lr_scheduler
 
     makers = {

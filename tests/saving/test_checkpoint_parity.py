@@ -1,4 +1,4 @@
-"""Saving beside training: what is saved are the bits of its step, and training's own bits stay as they are."""
+"""Saving during training: a checkpoint has the bits of its step, and training's own bits do not change."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ SGD = Setting(clipping="off", optimizer="sgd", steps=STEPS)
     ids=str,
 )
 def test_no_wait_can_be_dropped_unnoticed(label: str, case: Case, tmp_path: Path, monkeypatch: Any):
-    # Without states nothing else is waited for: a unit's weights are saved before its states, on one lane.
+    # Without states nothing else waits here: a unit's weights are saved before its states, on one lane.
     monkeypatch.setitem(OPTIMIZERS, "sgd", (torch.optim.SGD, {"lr": 0.05}))
-    at = [0] if "next" in label else range(STEPS)  # the next save waits for the one before
+    at = [0] if "next" in label else range(STEPS)  # the next save waits for the one before it
     with pytest.raises(RaceError):
         _saving(case, tmp_path, RaceChecker(), at, skip=frozenset({label}))
 
 
 @pytest.mark.parametrize("case", [EARLY, EARLY_ON_DISK], ids=str)
 def test_an_early_update_that_is_given_up_has_waited_for_nobody(case: Case, tmp_path: Path, monkeypatch: Any):
-    """The next one writes where a save of two steps before may still read."""
+    """The update that follows writes where a save of two steps before may still read."""
     steps: list[int] = []
     monkeypatch.setattr(early._Attempt, "settle", lambda attempt: attempt.is_due())
     monkeypatch.setattr(early._Attempt, "is_due", lambda attempt: vars(attempt).setdefault("due", len(steps) != 2))

@@ -1,4 +1,4 @@
-"""Compact masters are saved, loaded into either format, edited and gone on with as if they were fp32."""
+"""Compact masters are saved, loaded into either format, edited and trained on as if they were fp32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .test_training_state import state_of
 
 def build(seed: int = 0, *, is_transposed: bool = False) -> Any:
     model = small.build("llama", dtype=torch.bfloat16, seed=seed)
-    if is_transposed:  # of another order in memory
+    if is_transposed:  # another memory order
         weight = model.model.layers[1].mlp.up_proj.weight
         weight.data = weight.data.t().contiguous().t()
     return model
@@ -46,7 +46,7 @@ def has_compact(optimizer: Any) -> bool:
 
 
 def have_ties(model: Any, optimizer: Any) -> None:
-    """Some of them, of which few rows have codes: rows of another order would have others."""
+    """Give a weight some ties. Few rows then have codes, so rows in another order would have others."""
     param = model.model.layers[1].mlp.up_proj.weight
     value = torch.randn(param.shape, generator=torch.Generator().manual_seed(3))
     value[3, 5:9] = value[40, 1] = 1 + 2.0**-8  # halfway, and rounded down
@@ -55,7 +55,7 @@ def have_ties(model: Any, optimizer: Any) -> None:
 
 WAYS = [
     (("compact", "host"), ("compact", "disk")),
-    (("compact", "disk"), ("compact", "device")),  # whose weights have fp32 masters
+    (("compact", "disk"), ("compact", "device")),  # on the device, weights have fp32 masters
     (("compact", "device"), ("compact", "host")),
     (("compact", "host"), ("fp32", "disk")),
     (("fp32", "host"), ("compact", "disk")),
@@ -115,7 +115,7 @@ def test_files_that_are_written_beside_training(tier: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_masters_are_made_a_few_rows_at_a_time(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of no parameter are in memory as a whole."""
+    """The masters of a parameter are never all in memory at once."""
     read, sizes = Saves._fresh, list[int]()
 
     def noted(saves: Saves, memory: Any, start: int, stop: int) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_masters_are_made_a_few_rows_at_a_time(tier: str, tmp_path: Path, monkey
     assert 0 < max(sizes) <= 2 * 1024
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is what no_dist asks for
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is the effect of no_dist
 def test_export_has_the_masters(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
@@ -154,7 +154,7 @@ def test_export_has_the_masters(tmp_path: Path) -> None:
 
 
 def test_edits_are_those_of_fp32_masters(tmp_path: Path) -> None:
-    """Elements that are edited become what was written; the others keep their masters."""
+    """Edited elements become what was written; the others keep their masters."""
     found = []
     for chosen in ("fp32", "compact"):
         with prepared(tmp_path, chosen, "host") as (model, optimizer):

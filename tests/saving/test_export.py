@@ -1,4 +1,4 @@
-"""``save_pretrained`` writes what Transformers writes for the plain model; ``named_tensors`` streams what is there."""
+"""``save_pretrained`` writes what Transformers writes for the plain model; ``named_tensors`` streams current values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import small
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a saved model, whichever shard they are in."""
+    """All tensors of a saved model, from all its shards."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)
@@ -32,7 +32,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def trained_copy(model: nn.Module, kind: Any) -> Any:
-    """A plain model with the values that a prepared one has now."""
+    """A plain model with the current values of a prepared one."""
     kind.load_state_dict(model.state_dict())
     return kind
 
@@ -46,7 +46,7 @@ def test_writes_what_the_library_writes(name: str, tier: str, dtype: torch.dtype
     plain = small.build(name, dtype=dtype)
     with small.prepared(small.build(name, dtype=dtype), tmp_path, tier) as (model, optimizer):
         small.train(model, optimizer)
-        outcore.save_pretrained(model, tmp_path / "got")  # right behind step: updates may still be under way
+        outcore.save_pretrained(model, tmp_path / "got")  # right after step: updates may still be under way
         trained_copy(model, plain).save_pretrained(tmp_path / "want")
     want, got = tensors(tmp_path / "want"), tensors(tmp_path / "got")
     small.same(dict(sorted(want.items())), dict(sorted(got.items())))
@@ -54,9 +54,9 @@ def test_writes_what_the_library_writes(name: str, tier: str, dtype: torch.dtype
     assert files == {p.name for p in (tmp_path / "got").iterdir()}
     for file in files - {"model.safetensors"}:
         assert json.loads((tmp_path / "got" / file).read_text()) == json.loads((tmp_path / "want" / file).read_text())
-    more = {"experts_implementation": "eager"} if name == "mixtral" else {}  # the grouped kernel wants rows of 16 bytes
+    more = {"experts_implementation": "eager"} if name == "mixtral" else {}  # the grouped kernel needs rows of 16 bytes
     loaded = type(plain).from_pretrained(tmp_path / "got", dtype=dtype, **more).to(small.DEVICE).eval()
-    if dtype != torch.float32:  # rotary buffers were rounded in the model built here, and never are in a loaded one
+    if dtype != torch.float32:  # rotary buffers are rounded in the model built here, but never in a loaded one
         plain = type(plain).from_pretrained(tmp_path / "want", dtype=dtype, **more).to(small.DEVICE)
     plain.eval()
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_any_other_module(tmp_path: Path):
         outcore.save_pretrained(model, tmp_path / "got")
     got = tensors(tmp_path / "got")
     assert [p.name for p in (tmp_path / "got").iterdir()] == ["model.safetensors"]
-    assert set(want) - set(got) == {"head.weight"}  # tied: once, under its first name
+    assert set(want) - set(got) == {"head.weight"}  # tied: written once, under its first name
     result = plain.load_state_dict(got, strict=False)
     assert result.missing_keys == ["head.weight"]
     assert not result.unexpected_keys

@@ -1,4 +1,4 @@
-"""A checkpoint goes to other formats: Transformers, PEFT and torch's distributed checkpoints read what was saved."""
+"""A checkpoint is exported to other formats: Transformers, PEFT and torch's distributed checkpoints can read it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .test_training_state import state_of
 
 
 def saved(model: Any, tmp_path: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Two steps and a checkpoint. Returns the weights."""
+    """Train two steps and save a checkpoint. Returns the weights."""
     with small.prepared(model, tmp_path, **options) as (model, optimizer):
         small.train(model, optimizer, range(2))
         outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2, wait=True)
@@ -50,7 +50,7 @@ def test_a_module_of_nobody(tmp_path: Path):
     small.same(dict(sorted(want.items())), dict(sorted(got.items())))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for the old name
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft uses the old name
 @pytest.mark.parametrize("merge", [False, True])
 def test_adapters(merge: bool, tmp_path: Path):
     from peft import PeftModel
@@ -73,7 +73,7 @@ def test_adapters(merge: bool, tmp_path: Path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("there", "here"), [("disk", "device"), ("device", "disk")])
 def test_for_torch(there: str, here: str, tmp_path: Path):
-    """A plain loop that goes on from it makes the steps that this run makes; so does a run that takes its states."""
+    """A plain loop that continues from it makes the same steps as this run; so does a run that loads its states."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

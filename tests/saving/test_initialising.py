@@ -88,7 +88,7 @@ def test_trains(name: str, tier: str, tmp_path: Path):
 
 
 def test_padding_row_of_a_tied_embedding_stays_zero(tmp_path: Path):
-    """The source of a tie is initialised, not its target, which knows nothing of padding."""
+    """The source of a tie is initialised, and not its target, which has no padding index."""
     got = initialised("tied", tmp_path, pad_token_id=2)
     assert got["model.embed_tokens.weight"][2].count_nonzero() == 0
     assert got["model.embed_tokens.weight"][3].count_nonzero() > 0
@@ -115,11 +115,11 @@ def test_lora_on_meta(is_neutral: bool, tmp_path: Path):
     b = [v for k, v in got.items() if "lora_B" in k]
     assert len(a) == len(b) == 6
     assert all(v.count_nonzero() == 0 if is_neutral else v.std() > 0.05 for v in b)
-    assert all(v.std() > 0.05 for v in a)  # not the base model's 0.02
+    assert all(v.std() > 0.05 for v in a)  # and not the base model's 0.02
 
 
 def test_modules_that_the_model_leaves_alone_initialise_themselves(tmp_path: Path):
-    """Transformers knows no bilinear layers: they keep what their constructor gives them."""
+    """Transformers does not initialise bilinear layers: they keep the values that their constructor gives them."""
     model = small.build("llama", meta=True)
     for layer in model.model.layers:
         layer.mlp.extra = nn.Bilinear(31, 3, 37, device="meta")
@@ -133,7 +133,7 @@ def test_modules_that_the_model_leaves_alone_initialise_themselves(tmp_path: Pat
 
 
 class Scaled(nn.Module):
-    """A block whose parameter is initialised in a way of its own."""
+    """A block whose parameter is initialised in its own way."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class TestRefusals:
 
 
 def test_from_above_initialises_below(tmp_path: Path):
-    """A module may initialise its children, over what they did themselves."""
+    """A module may initialise its children over what they did themselves."""
     model = stack("from above")
     for scaled in model:
         scaled.gain = nn.Parameter(torch.ones(5))

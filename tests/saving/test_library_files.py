@@ -1,4 +1,4 @@
-"""Weights and states that are written beside training are those that ``save_pretrained`` and ``save_states`` write."""
+"""Weights and states written while training goes on equal those that ``save_pretrained`` and ``save_states`` write."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def saved_beside(model: Any, optimizer: Any, folder: Path, name: str = "c", tidy
 )
 @pytest.mark.parametrize("name", [*small.NAMES, "plain"])
 def test_files(name: str, tier: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As they were when it was asked for, whatever is trained meanwhile; in shards where they are large."""
+    """The files hold the state at the time of the call, whatever is trained meanwhile; large files are sharded."""
     if tier == "host":
         monkeypatch.setattr(weights_layout, "MAX_SHARD_BYTES", 20_000)
     model = small.build(name, dtype=dtype)
-    if name == "llama":  # of another order in memory
+    if name == "llama":  # another memory order
         weight = model.model.layers[1].mlp.up_proj.weight
         weight.data = weight.data.t().contiguous().t()
     with small.prepared(model, tmp_path, tier) as (model, optimizer):
@@ -68,11 +68,11 @@ def test_files(name: str, tier: str, dtype: torch.dtype, tmp_path: Path, monkeyp
         assert_aligned(path)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for the old name
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft uses the old name
 @pytest.mark.parametrize("tier", small.TIERS)
 @pytest.mark.parametrize("kind", ["lora", "dora", "modules", "two", "buffers"])
 def test_adapters(kind: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """On the save lane, in the form in which peft saves them. Those of other names have folders of their own."""
+    """Adapters are written on the save lane in peft's format. Those with other names have folders of their own."""
     more: dict[str, Any] = {"dora": {"use_dora": True}, "modules": {"modules_to_save": ["lm_head"]}}.get(kind, {})
     model = small.with_adapters(small.build("llama"), **more)
     if kind == "two":
@@ -94,7 +94,7 @@ def test_adapters(kind: str, tier: str, tmp_path: Path, monkeypatch: pytest.Monk
             save = saved_beside(model, optimizer, tmp_path)
             small.train(model, optimizer, range(5, 7))
             save.wait()
-        is_one_file = kind != "buffers"  # which would be halves before floats: those are written at once
+        is_one_file = kind != "buffers"  # with buffers, halves would come before floats: such a file is written at once
         assert ((False, "adapter_model.safetensors") in held) == is_one_file
         files = sorted(path.relative_to(tmp_path / "want") for path in (tmp_path / "want").rglob("*.*"))
         assert len(files) == 3 + 2 * (kind == "two")
@@ -110,7 +110,7 @@ def test_adapters(kind: str, tier: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_second_file_of_a_name(tmp_path: Path):
-    """Two would be written over one another."""
+    """Two files of one name would overwrite each other."""
     with small.prepared(small.build("plain"), tmp_path) as (model, _):
         engine = engine_of(model, "a test")
         with (
@@ -124,7 +124,7 @@ def test_a_second_file_of_a_name(tmp_path: Path):
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_drive_that_is_nearly_full(is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What was reserved for weights is not asked for again with the states."""
+    """Space reserved for weights is not counted again with the states."""
     with small.prepared(small.build("plain"), tmp_path) as (model, optimizer):
         small.train(model, optimizer)
         whole = saved_beside(model, optimizer, tmp_path).wait()
@@ -143,7 +143,7 @@ def _bytes_in(folder: Path) -> int:
 
 @pytest.mark.parametrize("tier", small.TIERS)
 def test_states_of_other_shapes(tier: str, tmp_path: Path):
-    """Of Adafactor: rows, columns and single numbers."""
+    """Adafactor has states of rows and columns, and single numbers."""
     model = small.build("plain", dtype=torch.bfloat16)
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
     with small.prepared(model, tmp_path, tier, optimizer=optimizer) as (model, optimizer):
@@ -156,7 +156,7 @@ def test_states_of_other_shapes(tier: str, tmp_path: Path):
 
 
 def assert_aligned(path: Path) -> None:
-    """Readers that map a file rely on it."""
+    """Check that tensors are aligned: readers that map a file rely on it."""
     with safe_open(path, "pt") as file:
         for name in file.keys():
             tensor = file.get_tensor(name)
@@ -166,7 +166,7 @@ def assert_aligned(path: Path) -> None:
 
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_a_file_of_odd_pieces(is_direct: bool, tmp_path: Path):
-    """Blocks, pages and what is appended end anywhere; sums are those of the file."""
+    """Blocks, pages and pieces end anywhere; the sums are those of the file."""
     rng, lengths = random.Random(0), (1, 255, 4095, 4096, 5000, BLOCK_BYTES - 1, BLOCK_BYTES)
     for case in range(12):
         sizes = [rng.choice(lengths) for _ in range(rng.randrange(1, 9))]

@@ -1,4 +1,4 @@
-"""``weights=``: a checkpoint goes to its homes tensor by tensor, and everything is checked before anything is taken."""
+"""``weights=``: a checkpoint is loaded to its homes tensor by tensor, and checked before any memory is taken."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def saved(model: Any, folder: Path, **options: Any) -> Path:
 
 
 def rewritten(folder: Path, change: Any) -> Path:
-    """The same checkpoint with ``change`` applied to its tensors."""
+    """A copy of the checkpoint with ``change`` applied to its tensors."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -83,7 +83,7 @@ def test_shards(tmp_path: Path):
 
 @pytest.mark.parametrize("meta", [True, False])
 def test_any_other_module(meta: bool, tmp_path: Path):
-    """Of one in memory, values are replaced; buffers are loaded, too."""
+    """Values of a model in memory are replaced; buffers are loaded, too."""
     want = small.build("plain", seed=1)
     for block in want.blocks:
         block.norm.running_mean.normal_()
@@ -170,7 +170,7 @@ class TestNames:
         want = small.build("mixtral")
         folder = saved(want, tmp_path / "checkpoint")
         names = load_file(folder / "model.safetensors")
-        assert "model.layers.0.block_sparse_moe.experts.2.w1.weight" in names  # one by one, as the world has them
+        assert "model.layers.0.block_sparse_moe.experts.2.w1.weight" in names  # one by one, as in published checkpoints
         with small.prepared(small.build("mixtral", meta=True), tmp_path, weights=folder) as (model, _):
             small.same(want.state_dict(), model.state_dict())
 
@@ -240,7 +240,7 @@ class TestAdapters:
 
 
 class TestRefusals:
-    """Each comes before any memory is taken, and leaves the model as it was."""
+    """Each refusal comes before any memory is taken, and leaves the model unchanged."""
 
     @pytest.fixture(autouse=True)
     def _takes_no_memory(self, monkeypatch: pytest.MonkeyPatch):
@@ -343,7 +343,7 @@ class TestFinite:
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_not_finite(self, tmp_path: Path, value: float, dtype: torch.dtype):
-        """Found while it is read, in any dtype."""
+        """Values that are not finite are found during reading, in any dtype."""
 
         def change(tensors: dict[str, torch.Tensor]) -> None:
             changed = tensors["model.layers.1.mlp.up_proj.weight"].to(dtype)

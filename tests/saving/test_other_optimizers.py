@@ -1,4 +1,4 @@
-"""States of other forms than AdamW's are saved, loaded and gone on with, under whatever plan."""
+"""States in other forms than AdamW's are saved, loaded and continued with, under any plan."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def sgd(model: Any) -> torch.optim.Optimizer:
 OPTIMIZERS = {
     "nadam": lambda model: torch.optim.NAdam(trained(model), lr=1e-2),  # a number that every step multiplies
     "adafactor": lambda model: torch.optim.Adafactor(trained(model), lr=1e-2),  # states of other shapes
-    "bf16": stored_in("bf16"),  # noise that goes on
+    "bf16": stored_in("bf16"),  # noise that continues
     "8bit": stored_in("8bit"),  # codes and scales
-    "compact": compact,  # weights that are a part of masters
-    "muon": muon,  # two optimizers, whose parameters have other states
+    "compact": compact,  # weights that are a part of their masters
+    "muon": muon,  # two optimizers, whose parameters have different states
 }
 
 
@@ -117,7 +117,7 @@ def test_states_are_torchs_by_name_and_shape(tmp_path: Path) -> None:
         assert mine == theirs
         assert 0 < float(state["mu_product"]) < 1
         before = float(state["mu_product"])
-        state["mu_product"] = torch.tensor(before / 2)  # the next step goes on from it
+        state["mu_product"] = torch.tensor(before / 2)  # the next step continues from it
         small.train(model, optimizer, range(2, 3))
         assert float(state["mu_product"]) < before / 2
 
@@ -159,7 +159,7 @@ def test_a_group_that_needs_more_states_later_is_refused(tmp_path: Path) -> None
 
 
 class Summing(Rule):
-    """Needs the sum of all of a gradient, whose bits depend on the number of threads."""
+    """Needs the sum over a whole gradient, whose bits depend on the number of threads."""
 
     is_whole = True
 
@@ -172,7 +172,7 @@ class Summing(Rule):
 
 @pytest.mark.skipif(small.DEVICE != "cpu", reason="an accelerator's sums are not cut among threads")
 def test_whole_parameters_are_summed_by_as_many_threads_as_in_a_loop(tmp_path: Path) -> None:
-    """Large enough that torch cuts its sums among them."""
+    """Parameters are so large that torch splits their sums among threads."""
     count = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -248,7 +248,7 @@ def test_codes_are_not_edited_alone(tmp_path: Path) -> None:
         ):
             with pytest.raises(UnsupportedError, match="expected codes of 8 bits to be left alone"):
                 edit()
-        state["exp_avg_absmax"].zero_()  # moments of 0
+        state["exp_avg_absmax"].zero_()  # a scale of 0 makes the moments 0
         assert not state["exp_avg_absmax"].any()
         with pytest.raises(ConfigError, match="expected exp_avg_absmax beside exp_avg of"):
             optimizer.state[param] = {name: saved[name] for name in ("step", "exp_avg")}

@@ -1,4 +1,4 @@
-"""State dicts of model and optimizer go out and in as those of plain PyTorch."""
+"""State dicts of model and optimizer are given and taken as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def from_file(data: bytes) -> Any:
 @pytest.mark.parametrize("tier", small.TIERS)
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_masters_of_the_beginning_come_back(kind: str, tier: str, is_model_first: bool, tmp_path: Path):
-    """Saved before the first step, loaded behind some: masters had more precision than the weights alone bring back."""
+    """They are saved before the first step and loaded after some: weights alone do not have the masters' precision."""
     model = small.build("llama")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5) if kind == "sgd" else None
     with small.prepared(model, tmp_path, tier, precision="bf16", optimizer=sgd) as (model, optimizer):
@@ -93,7 +93,7 @@ class TestModel:
     @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
     @pytest.mark.parametrize("tier", small.TIERS)
     def test_the_next_step_starts_from_what_was_loaded(self, tier: str, precision: str, tmp_path: Path):
-        """Fresh optimizer states and loaded weights are a fresh run: masters must not remember."""
+        """Fresh optimizer states and loaded weights make a fresh run: masters must not remember older values."""
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         loaded = small.build("llama", dtype=dtype, seed=5).state_dict()
         with small.prepared(small.build("llama", dtype=dtype, seed=5), tmp_path, tier, precision=precision) as run:
@@ -208,9 +208,7 @@ class TestOptimizer:
         plain_model = small.build("llama", seed=4)
         plain = small.adamw(plain_model)
         plain_model.load_state_dict(states[0])
-        states[1]["param_groups"][0]["fused"] = (
-            True  # before it is loaded: a fused optimizer has its steps on the device
-        )
+        states[1]["param_groups"][0]["fused"] = True  # before loading: a fused optimizer keeps its steps on the device
         plain.load_state_dict(states[1])
         assert small.train(plain_model, plain, range(2, 5)) == want
         small.same(final, plain_model.state_dict())

@@ -1,4 +1,4 @@
-"""A training state goes to a directory and comes back under any plan, tensor by tensor."""
+"""A training state is saved to a directory and loaded under any plan, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "pure_bf16": torch.bflo
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Everything that goes on: weights, and states by index."""
+    """All weights by name, and states by index."""
     states = optimizer.state_dict()
     flat = {f"{i}.{k}": v for i, values in states["state"].items() for k, v in values.items()}
     return {**dict(outcore.named_tensors(model)), **flat}
@@ -50,7 +50,7 @@ def test_a_run_goes_on_under_another_plan(there: str, here: str, precision: str,
         save(model, optimizer, tmp_path / "checkpoint")
         want = small.train(model, optimizer, range(3, 6)), state_of(model, optimizer)
     with prepared(here, 1) as (model, optimizer):
-        small.train(model, optimizer, range(2))  # other weights and states, to be replaced
+        small.train(model, optimizer, range(2))  # other weights and states, to be overwritten
         load_weights(model, tmp_path / "checkpoint")
         load_states(optimizer, tmp_path / "checkpoint")
         got = small.train(model, optimizer, range(3, 6)), state_of(model, optimizer)
@@ -148,7 +148,7 @@ def test_settings_of_groups_come_back(tmp_path: Path):
 
 
 def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Neither saving nor loading holds more than one state; nobody asks for the whole dict."""
+    """Saving and loading hold at most one state at a time and never build the whole dict."""
     alive: list[Any] = []
     read = Access.read_state
 
@@ -260,7 +260,7 @@ def test_masters_follow_an_edit_before_they_are_saved(tmp_path: Path):
 
 
 def test_what_is_frozen_for_a_moment_keeps_its_states(tmp_path: Path):
-    """As peft does while it looks at the base model."""
+    """For example, peft freezes the base model for a moment while it inspects it."""
     with small.prepared(small.build("llama"), tmp_path) as (model, optimizer):
         small.train(model, optimizer)
         want = optimizer.state_dict()["state"].keys()

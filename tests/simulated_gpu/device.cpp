@@ -1,4 +1,4 @@
-// torch's view of the machine: hooks, device guard, allocators, generators. Registered as CUDA.
+// Torch's view of the machine: hooks, device guard, allocators, generators. Registered as CUDA.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -147,7 +147,7 @@ struct DeviceAllocator final : c10::Allocator {
 DeviceAllocator device_allocator;
 REGISTER_ALLOCATOR(c10::kCUDA, &device_allocator);
 
-// Given back only when no stream can use it any more. Nobody waits for that: it is looked for when the next one comes.
+// Memory is freed only when no stream can use it any more. Nothing waits for that: later calls check.
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     collect();
@@ -184,7 +184,7 @@ std::mutex PinnedAllocator::mutex;
 std::vector<std::pair<void*, Points>> PinnedAllocator::freed;
 PinnedAllocator pinned_allocator;
 
-// Draws a seed per launch, as Philox hands out offsets: the host never waits for the device.
+// Draws a seed per launch, like Philox with its offsets: the host never waits for the device.
 struct Generator final : c10::GeneratorImpl {
   explicit Generator(DeviceIndex device) : c10::GeneratorImpl(cuda(device), c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
 
@@ -254,7 +254,7 @@ struct Hooks final : at::CUDAHooksInterface {
     if (!found.defined()) found = at::make_generator<Generator>(device < 0 ? simulated::current_device : device);
     return found;
   }
-  // The first one of a device is its default, so that Python can have an object for it.
+  // The first generator of a device is its default, so that Python can have an object for it.
   at::Generator getNewGenerator(DeviceIndex device) const override {
     DeviceIndex index = device < 0 ? simulated::current_device : device;
     if (!default_generators[index].defined()) return getDefaultGenerator(index);
@@ -277,7 +277,7 @@ c10::Allocator* allocator() { return &device_allocator; }
 
 }  // namespace simulated
 
-// The registry looks a class up by its name there.
+// The registry looks a class up by its name in this namespace.
 namespace at {
 using CUDAHooks = simulated::Hooks;
 REGISTER_CUDA_HOOKS(CUDAHooks);

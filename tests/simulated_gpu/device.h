@@ -1,4 +1,4 @@
-// What the operators need of the device.
+// Functions of the device that the operators need.
 #pragma once
 
 #include <ATen/core/Generator.h>

@@ -1,6 +1,6 @@
-"""Two devices: a model is wholly on the one that it was prepared for, whichever is the current one.
+"""Two devices: a model is wholly on the one that it was prepared for, whichever is current.
 
-First in its process: torch counts devices when a backward runs for the first time.
+These tests are the first in their process: torch counts devices when the first backward runs.
 """
 
 from __future__ import annotations

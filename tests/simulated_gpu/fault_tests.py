@@ -1,4 +1,4 @@
-"""What a device can do to a run: no memory left, an operation that fails, a host that waits."""
+"""What a device can do to a run: it has no memory left, an operation fails, or the host waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 4
 
 @contextmanager
 def no_memory_left(spare_bytes: int = 0) -> Iterator[None]:
-    """As if another program had taken the rest of the device."""
+    """Leave no free memory, as if another program had taken the rest of the device."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -40,7 +40,7 @@ def test_prepare_says_what_is_missing_and_changes_nothing(tmp_path, monkeypatch)
     optimizer = build_optimizer(case.setting, dict(model.named_parameters()))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     options = {"device": "cuda", "precision": "fp32", "plan": case.plan(model, optimizer), **case.options(tmp_path)}
-    known = MIB * 64  # as if another program took it between the question and the allocation
+    known = MIB * 64  # as if another program took the memory between the question and the allocation
     with monkeypatch.context() as patch, no_memory_left():
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (known, known))
         with pytest.raises(MemoryBudgetError, match="device memory: expected .* in one piece on cuda"):
@@ -53,7 +53,7 @@ def test_prepare_says_what_is_missing_and_changes_nothing(tmp_path, monkeypatch)
 
 
 def steps_with_one_lost(where: str, model: Any, optimizer: Any) -> list[torch.Tensor]:
-    """The second batch meets a full device; a plain loop leaves it out."""
+    """Take steps; the second batch meets a full device, and a plain loop leaves it out."""
     losses = []
     for step, batch in enumerate(zoo.batches("llama", steps=STEPS)):
         torch.manual_seed(step)

@@ -1,7 +1,7 @@
-"""Device memory of whole steps by the device's own counter: never more than the plan, and little less.
+"""Device memory of whole steps, by the device's own counter: never more than the plan, and little less.
 
-Several models, bf16 and autocast, all policies, tiers and homes, batches whole and in pieces. ``footprint_of_plans.py``
-tries more of them, and prints what it saw.
+Several models, bf16 and autocast, all policies, tiers and homes, whole batches and pieces. ``footprint_of_plans.py``
+tries more of them, and prints the results.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of two steps, on the device. In the second, norms and the like of the first are there, too."""
+    """Bytes of two steps on the device. The second step also has remains of the first, such as norms."""
 
     planned: int
-    """Beside what is there between steps, by shapes."""
+    """Bytes beside those between steps, from shapes."""
     seen: int
     plan: int
-    """All that the plan takes."""
+    """All bytes of the plan."""
     peak: int
-    """All that was taken."""
+    """All bytes that were taken."""
 
 
 def random_case(seed: int) -> Case:
@@ -155,7 +155,7 @@ def test_a_step_takes_what_was_planned(seed: int, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(("policy", "tier"), [("select", "device"), ("recompute", "host"), ("keep", "disk")])
 def test_a_step_of_an_encoder_decoder(policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks get the same tensors. What is selected is not what autograd saves."""
+    """Its blocks share tensors. Selected tensors are not those that autograd saves."""
     monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", DEAR)
     check(bytes_of(Case("T5", "fp32", (policy,) * LAYERS, (tier,) * LAYERS, "host", 1), tmp_path))
 

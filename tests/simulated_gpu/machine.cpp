@@ -88,7 +88,7 @@ void* Memory::allocate(size_t nbytes, int stream) {
   return found;
 }
 
-// A cached block of this stream, cut to size; else new memory, if the capacity allows.
+// Returns a cached block of this stream, cut to size; else new memory, if the capacity allows it.
 void* Memory::take(size_t size, int stream) {
   auto& cache = cached_[stream];
   auto fit = cache.lower_bound(size);
@@ -141,7 +141,7 @@ void Memory::release(void* address) {
   pending_.push_back(std::move(pending));
 }
 
-// Freed memory may be used again at once by operations that follow on its own stream, and is filled with NaN there.
+// Later operations on the block's own stream may use freed memory at once; that stream fills it with NaN before.
 void Memory::give_to_cache(char* address, const Block& block) {
   if (knobs.poison) {
     char* bytes = Machine::get().host_address(address);
@@ -172,7 +172,7 @@ void Memory::empty_cache() {
 void Memory::flush() {
   Machine::get().synchronize(device_);
   collect();
-  Machine::get().synchronize(device_);  // poison
+  Machine::get().synchronize(device_);  // for the poison
   for (auto& [stream, blocks] : cached_) {
     for (auto& [size, address] : blocks) {
       statistics_.reserved -= size;
@@ -249,7 +249,7 @@ Queue& Machine::stream(int device, int number) {
   return *slot;
 }
 
-// As torch's pool on CUDA: after the last one the first is handed out again.
+// Like torch's pool on CUDA: after the last stream, the first one is handed out again.
 int Machine::new_stream(int device) {
   std::lock_guard<std::mutex> lock(mutex_);
   int number = num_streams_[device]++;

@@ -1,4 +1,4 @@
-// The simulated machine: device memory, streams that are threads, events, faults and speeds. Knows nothing of tensors.
+// The simulated machine: device memory, streams that are threads, events, faults and speeds. It knows no tensors.
 #pragma once
 
 #include <array>
@@ -27,7 +27,7 @@ constexpr size_t kAlignment = 512;  // of device memory, as on CUDA
 
 using Clock = std::chrono::steady_clock;
 
-// A point on a stream. `version` counts records, so that a wait means the record that it followed.
+// A point on a stream. `version` counts records, so that a wait refers to the record before it.
 struct Event {
   std::mutex mutex;
   std::condition_variable changed;
@@ -68,10 +68,10 @@ inline bool are_over(const Points& points) {
   return result;
 }
 
-// Where copies of one direction stand still, if they are told to.
+// Where copies of one direction stand still on demand.
 class Gate {
  public:
-  // The next one that comes opens it after so long; 0 opens it now.
+  // The next copy that comes opens the gate after so many seconds; 0 opens it now.
   void close(double seconds) {
     std::lock_guard<std::mutex> lock(mutex_);
     seconds_ = seconds;
@@ -91,19 +91,19 @@ class Gate {
   double seconds_ = 0;
 };
 
-// What may be set from Python, and what it may ask for. All devices share it.
+// Settings that Python may change, and counters that it may read. All devices share them.
 struct Knobs {
   std::atomic<int> num_devices{1};
   std::atomic<int64_t> capacity_bytes{int64_t{8} << 30};
   std::atomic<bool> poison{true};
-  std::atomic<int> sync_mode{0};             // 0 go on, 1 count, 2 raise at an operation that blocks the host
-  std::atomic<int> refuse_registration{0};   // so many host registrations are refused
+  std::atomic<int> sync_mode{0};             // 0: go on, 1: warn, 2: raise at an operation that blocks the host
+  std::atomic<int> refuse_registration{0};   // how many host registrations are refused
   std::atomic<double> h2d_bytes_per_s{0};    // 0: as fast as memory is
   std::atomic<double> d2h_bytes_per_s{0};
   std::atomic<double> compute_bytes_per_s{0};
   Gate h2d_gate;
   Gate d2h_gate;
-  std::atomic<double> delay_s{0};            // at most so long before each operation of a stream, at random
+  std::atomic<double> delay_s{0};            // longest random delay before each operation of a stream
   std::atomic<int64_t> fail_at{-1};          // the operation with this number fails on the device
   std::atomic<int64_t> num_operations{0};
   std::atomic<int64_t> num_syncs{0};
@@ -111,7 +111,7 @@ struct Knobs {
 
 extern Knobs knobs;
 
-// A thread that runs what it is given, one after the other.
+// A thread that runs the work that it is given in order.
 class Queue {
  public:
   explicit Queue(uint64_t seed) : random_(seed * 2654435761u + 1), thread_([this] { run(); }) { thread_.detach(); }
@@ -136,7 +136,7 @@ struct Statistics {
   int64_t allocated = 0, peak_allocated = 0, reserved = 0, peak_reserved = 0, num_allocations = 0;
 };
 
-// Device memory: addresses that the host cannot touch, with bytes elsewhere. A cache of freed blocks per stream.
+// Device memory: addresses that the host cannot touch, with bytes elsewhere, and freed blocks cached per stream.
 class Memory {
  public:
   Memory(int device, char* base) : device_(device), next_(base), end_(base + kDeviceBytes) {}
@@ -155,7 +155,7 @@ class Memory {
     int stream;
     std::set<int> also_on;
   };
-  struct Pending {  // freed, and still in use on other streams
+  struct Pending {  // freed, but still in use on other streams
     char* address;
     Block block;
     Points events;
@@ -177,11 +177,11 @@ class Memory {
   Statistics statistics_;
 };
 
-// Everything, made once and never destroyed: its threads run to the end of the process.
+// The whole machine, made once and never destroyed: its threads run to the end of the process.
 class Machine {
  public:
   static Machine& get();
-  static std::atomic<bool> is_child;  // of a fork, which has no streams: it may let go of memory, and nothing else
+  static std::atomic<bool> is_child;  // in a fork, which has no streams: it may release memory, and nothing else
 
   char* host_address(const void* device_address) const { return (char*)device_address + kMaxDevices * kDeviceBytes; }
   bool is_device_address(const void* address) const;
@@ -191,11 +191,11 @@ class Machine {
   int new_stream(int device);
   Memory& memory(int device) { return *memories_[device]; }
   void synchronize(int device);
-  Points everything();  // behind all that was given to any stream so far
+  Points everything();  // points behind all work that any stream has so far
 
-  void remember(const std::string& error);  // on a stream: surfaces at the next synchronisation
+  void remember(const std::string& error);  // an error on a stream, raised at the next synchronisation
   void raise_remembered();
-  void raise_refused();  // by a call of the runtime: surfaces at the next launch, whoever launches
+  void raise_refused();  // raises a refusal of the runtime, at the next launch of any caller
 
   bool register_host(const void* address, size_t nbytes, bool is_refused = false);
   bool unregister_host(const void* address);

@@ -1,4 +1,4 @@
-"""The simulated GPU itself: it is asynchronous, it protects and poisons memory, and it fails when told to."""
+"""The simulated GPU itself is asynchronous, protects and poisons memory, and fails on demand."""
 
 from __future__ import annotations
 

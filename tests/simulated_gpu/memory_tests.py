@@ -1,6 +1,6 @@
-"""Device memory by the device's own counter: what plans say, and nothing more but activations.
+"""Device memory, by the device's own counter: what plans say, and nothing more except activations.
 
-``memory_of_plans.py`` runs more plans than these, and prints what it saw.
+``memory_of_plans.py`` runs more plans than these, and prints the results.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def allocated() -> int:
 
 @dataclass
 class Seen:
-    """Of a streamed run, in bytes."""
+    """Bytes of a streamed run."""
 
     planned: int = 0
     arena: int = 0
-    """The largest block when everything was prepared."""
+    """The largest block after prepare."""
     prepared: int = 0
     between_steps: int = 0
     peak: int = 0
 
 
 def train(case: Case, folder: Path) -> Seen:
-    """Train, and compare with the plain loop too; in pieces with everything on the device."""
+    """Train, and compare with the plain loop, or, in pieces, with the run that has everything on the device."""
     seen, before = Seen(), allocated()
 
     def prepare(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
@@ -72,7 +72,7 @@ def train(case: Case, folder: Path) -> Seen:
         return prepared
 
     def after_step(_model: torch.nn.Module, optimizer: Any, _step: int) -> None:
-        optimizer.engine.device.synchronize()  # what a lane has still to copy is held until then
+        optimizer.engine.device.synchronize()  # lanes hold what they have still to copy
         seen.between_steps = max(seen.between_steps, allocated() - before)
 
     got = run(case, folder, prepare=prepare, after_step=after_step)
@@ -94,7 +94,7 @@ def largest_block() -> int:
 
 @functools.cache
 def most_beside_the_plan(name: str, policy: str) -> int:
-    """What forward and backward of a plain model take that recomputes the same units, and gradients of one unit."""
+    """Return the bytes of a plain forward and backward that recompute the same units, plus gradients of one unit."""
     model = zoo.make(name).to("cuda")
     layers = list(model.model.layers)
     for i, layer in enumerate(layers, start=1):
@@ -142,7 +142,7 @@ def test_peak_of_a_random_plan(seed, tmp_path):
 
 
 def peak_of_a_step(activations: str | None, folder: Path) -> tuple[int, int]:
-    """Device bytes beside the arena in a step, and those of slots for activations."""
+    """Return the device bytes beside the arena in a step, and those of slots for activations."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=128, intermediate_size=344, num_hidden_layers=12, num_attention_heads=4, vocab_size=64
@@ -167,7 +167,7 @@ def peak_of_a_step(activations: str | None, folder: Path) -> tuple[int, int]:
 
 
 def test_activations_that_leave_are_not_there(tmp_path: Path) -> None:
-    """Everything fits, so without this all are kept. Now there are slots for two units, and what three have beside."""
+    """All would be kept, since everything fits. Now there are slots for two units, and what three have besides."""
     kept, none = peak_of_a_step(None, tmp_path)
     assert none == 0
     for tier in ("host", "disk"):
@@ -177,7 +177,7 @@ def test_activations_that_leave_are_not_there(tmp_path: Path) -> None:
 
 
 def random_policies(seed: int) -> tuple[list[str], list[str], str, int]:
-    """By unit what is saved and where it rests, where everything else is, and in how many pieces units run."""
+    """Return by unit what is saved and where it rests, where everything else is, and in how many pieces units run."""
     draw = random.Random(seed)
     kind = draw.choice(["mixed", *POLICIES])
     policies = [draw.choice(POLICIES) if kind == "mixed" else kind for _ in range(LAYERS)]
@@ -187,7 +187,7 @@ def random_policies(seed: int) -> tuple[list[str], list[str], str, int]:
 
 
 def planned_and_seen(seed: int, folder: Path) -> tuple[int, int]:
-    """Device bytes beside the arena: what the footprint says, and what the device counts."""
+    """Return the device bytes beside the arena: those of the footprint, and those that the device counts."""
     policies, tiers, homes, pieces = random_policies(seed)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -210,7 +210,7 @@ def planned_and_seen(seed: int, folder: Path) -> tuple[int, int]:
 
 
 def with_room_for(found: Footprint, plan: outcore.Plan) -> outcore.Plan:
-    """For what calls save, to the byte."""
+    """Give the plan exactly the room for what calls save."""
     units = []
     for unit in plan.units:
         nbytes = found.saved[unit.name].of(unit.policy) if unit.activations != "device" else 0
@@ -222,7 +222,7 @@ def with_room_for(found: Footprint, plan: outcore.Plan) -> outcore.Plan:
 
 @pytest.mark.parametrize("seed", [2, 5, 6, 9])
 def test_a_step_takes_what_was_planned(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last two in pieces: gradients are on the device, where a unit's sum comes on top, and on the host."""
+    """The last two run in pieces: gradients on the device, where a unit's sum comes on top, and on the host."""
     monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 30)
     planned, seen = planned_and_seen(seed, tmp_path)
     least, most = {2: (0.93, 1.01), 5: (0.93, 1.01), 6: (0.93, 1.09), 9: (0.87, 1.01)}[seed]

@@ -1,5 +1,5 @@
-// Every operator: shapes are worked out at once, the CPU's kernel runs later on the current stream, over the device's
-// bytes. Where the shape depends on values, or a value is asked for, the host waits, and that is counted.
+// Every operator: shapes are computed at once, the CPU's kernel runs later on the current stream, over the device's
+// bytes. Where the shape depends on values, or a value is asked for, the host waits, which is counted.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -29,7 +29,7 @@ bool is_on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.
 
 int64_t bytes_of(const at::Tensor& tensor) { return tensor.defined() ? int64_t(tensor.nbytes()) : 0; }
 
-// The same bytes as a CPU tensor. Holds no reference: the device does not keep memory alive either.
+// Returns the same bytes as a CPU tensor. It holds no reference: the device does not keep memory alive either.
 at::Tensor device_bytes(const at::Tensor& tensor) {
   void* base = tensor.storage().mutable_data();
   void* bytes = base == nullptr ? nullptr : Machine::get().host_address(base);
@@ -91,7 +91,7 @@ at::Tensor empty_like_geometry(const at::Tensor& geometry) {
       geometry.scalar_type()));
 }
 
-// How long the operation takes at least, at the rate that was set.
+// Returns how long the operation takes at least, at the rate that was set.
 double least_s(int64_t nbytes, const std::atomic<double>& bytes_per_s) {
   double rate = bytes_per_s;
   return rate > 0 ? double(nbytes) / rate : 0;
@@ -116,7 +116,7 @@ void launch(std::string name, double seconds, std::function<void()> work) {
   });
 }
 
-// Random operators get a CPU generator with a seed drawn at launch.
+// Gives random operators a CPU generator with a seed drawn at launch.
 void seed_generators(const c10::FunctionSchema& schema, Stack& arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto& type = schema.arguments()[i].type();
@@ -128,7 +128,7 @@ void seed_generators(const c10::FunctionSchema& schema, Stack& arguments) {
   }
 }
 
-// The argument that a return stands for, by the alias sets of the schema.
+// Returns the argument that a result stands for, by the alias sets of the schema.
 const IValue* aliased_argument(const c10::FunctionSchema& schema, size_t index, const Stack& arguments) {
   const auto* of_return = schema.returns()[index].alias_info();
   if (of_return == nullptr) return nullptr;
@@ -178,7 +178,7 @@ Stack run_on_cpu(const c10::OperatorHandle& op, Stack arguments) {
   return arguments;
 }
 
-// What a launched kernel gets: the device's bytes, and copies of what lies in host memory (0-dim scalars, indices).
+// Arguments of a launched kernel: the device's bytes, and copies of tensors in host memory (0-dim scalars, indices).
 Stack launch_arguments(const Call& call) {
   Stack made = with(
       call.arguments, [](const at::Tensor& t) { return is_on_device(t) ? device_bytes(t) : t.device().is_cpu() ? t.clone() : t; },
@@ -193,7 +193,7 @@ double compute_s(const Call& call) {
   return least_s(nbytes, knobs.compute_bytes_per_s);
 }
 
-// Statistics of a norm are in the dtype of its weight on the CPU, and in fp32 by the meta kernel.
+// A norm's statistics have the dtype of its weight on the CPU, and fp32 in the meta kernel.
 std::optional<at::ScalarType> dtype_of_statistics(const Call& call) {
   bool is_of_layer = call.name == "aten::native_layer_norm";
   if (!is_of_layer && call.name != "aten::native_group_norm" && call.name != "aten::native_batch_norm") return std::nullopt;
@@ -218,7 +218,7 @@ std::optional<Stack> meta_results(const Call& call) {
   }
 }
 
-// A result that shares its argument's memory: the CPU works out the geometry, without touching a byte.
+// Makes a result that shares its argument's memory: the CPU computes the geometry, without touching a byte.
 void view(Call& call, Stack* stack) {
   Stack results = run_on_cpu(call.op, with(call.arguments, [](const at::Tensor& t) { return is_on_device(t) ? device_bytes(t) : t; }));
   for (size_t i = 0; i < results.size(); ++i) {
@@ -238,7 +238,7 @@ void view(Call& call, Stack* stack) {
   }
 }
 
-// Gives `out` arguments the shape that the meta kernel says. False: it does not know.
+// Gives `out` arguments the shape that the meta kernel computes; returns false if it cannot.
 bool resize_outputs(const Call& call) {
   Stack metas = with(call.arguments, as_meta, c10::Device(c10::kMeta));
   try {
@@ -256,7 +256,7 @@ bool resize_outputs(const Call& call) {
   return true;
 }
 
-// Into `out`, of a shape that only the CPU's kernel knows: the host waits.
+// Writes into `out`, whose shape only the CPU's kernel knows: the host waits.
 void wait_and_fill(Call& call, Stack* stack) {
   block_host(call.name.c_str());
   Stack arguments = launch_arguments(call);
@@ -277,7 +277,7 @@ void wait_and_fill(Call& call, Stack* stack) {
   }
 }
 
-// In place or into `out`: nothing is allocated, unless `out` has another shape.
+// Runs in place or into `out`: nothing is allocated, unless `out` has another shape.
 void mutate(Call& call, Stack* stack) {
   bool has_out = call.schema.is_mutable() && call.schema.arguments().back().is_out();
   if (has_out && !resize_outputs(call)) return wait_and_fill(call, stack);
@@ -289,7 +289,7 @@ void mutate(Call& call, Stack* stack) {
   }
 }
 
-// Tensors of results in order, with the undefined ones.
+// Returns the tensors of results in order, with the undefined ones.
 std::vector<at::Tensor> tensors_of(const Stack& results) {
   std::vector<at::Tensor> found;
   for (const IValue& value : results) {
@@ -300,7 +300,7 @@ std::vector<at::Tensor> tensors_of(const Stack& results) {
   return found;
 }
 
-// Results of a shape that the meta kernel knows: allocated now, filled later.
+// Makes results whose shape the meta kernel knows: allocated now, filled later.
 void compute(Call& call, Stack results, Stack* stack) {
   auto dtype = dtype_of_statistics(call);
   Stack made;
@@ -316,7 +316,7 @@ void compute(Call& call, Stack results, Stack* stack) {
     std::vector<at::Tensor> sources = tensors_of(run_on_cpu(op, arguments));
     for (size_t i = 0; i < targets.size(); ++i) {
       at::Tensor target = targets[i], source = sources[i];
-      // One of the two leaves out what nobody asked for: gradients by their mask, statistics that are not used.
+      // One of the two leaves out results that are not needed: gradients by their mask, unused statistics.
       if (!target.defined() || !source.defined() || source.numel() == 0) continue;
       c10::impl::ExcludeDispatchKeyGuard guard(kBelowAutograd);
       target.copy_(source);
@@ -351,7 +351,7 @@ std::optional<c10::Device> device_of(const Stack& arguments) {
   return found;
 }
 
-// As CUDA's kernels do. 0-dim tensors of the host count as numbers, but for those that a fused optimizer writes.
+// Like CUDA's kernels. 0-dim tensors of the host count as numbers, except those that a fused optimizer writes.
 void refuse_mixed_devices(const Call& call) {
   static const std::set<std::string> may_be_mixed = {
       "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put", "aten::_unsafe_index",
@@ -388,7 +388,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   wait_and_compute(call, stack);
 }
 
-// What the fallback cannot know.
+// Operators that the fallback cannot know.
 
 at::Tensor empty(
     c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
@@ -410,7 +410,7 @@ at::Tensor empty_strided(
 
 bool is_pinned(const at::Tensor& tensor) { return tensor.device().is_cpu() && Machine::get().is_registered(tensor.data_ptr()); }
 
-// The same memory as a tensor that keeps nothing alive, as the driver sees registered memory.
+// Returns the same memory as a tensor that keeps nothing alive, like registered memory to the driver.
 at::Tensor unowned(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, tensor.options());
 }
@@ -485,7 +485,7 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {input.mul(mask).mul_(scale), mask};
 }
 
-// A product in half precision that is added up in fp32: only CUDA has it.
+// A product of half-precision tensors that is accumulated in fp32: only CUDA has it.
 at::Tensor& addmm_in(
     const at::Tensor& self, const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype, const at::Scalar& beta,
     const at::Scalar& alpha, at::Tensor& out) {
@@ -495,7 +495,7 @@ at::Tensor& addmm_in(
 int64_t choose_attention(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
-  return 0;  // the plain one
+  return 0;  // the plain implementation
 }
 
 }  // namespace

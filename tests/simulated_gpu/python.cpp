@@ -1,4 +1,4 @@
-// The functions that Python calls by ctypes.
+// Functions that Python calls by ctypes.
 
 #include <ATen/Context.h>
 

@@ -1,4 +1,4 @@
-"""Two ranks, each with a device of its own: the bits of the plain loop on one."""
+"""Two ranks, each with its own device: the bits of the plain loop on one."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def test_ranks_on_devices_of_their_own_are_the_plain_loop(tmp_path: Path) -> Non
 
 
 def test_a_trainer_in_fp16_is_that_of_one_rank(tmp_path: Path) -> None:
-    """Also in which steps overflow, and in the scale that comes of it. The scale that is saved is that of one rank."""
+    """The same steps overflow, with the same scale afterwards. A save has the scale of one rank."""
     jobs = [Job("two", is_scaled=True), Job("two resumed", resume="one/checkpoint-2", is_scaled=True)]
     one = run(Job("one", is_scaled=True), tmp_path)
-    assert LARGEST_SCALE / 16 < one["scale"] < LARGEST_SCALE  # four steps, of which some are left out
+    assert LARGEST_SCALE / 16 < one["scale"] < LARGEST_SCALE  # four steps, some of which are left out
     launch("from ranks.trainers import main; main()", 2, [str(tmp_path), *map(json.dumps, jobs)])
     for job in jobs:
         assert json.loads((tmp_path / f"{job.name}.0.json").read_text())["scale"] == one["scale"]

@@ -1,4 +1,4 @@
-// Cells of LSTM and GRU: without cuDNN, CUDA has one kernel for each, and the CPU has none. Made of others here.
+// Cells of LSTM and GRU, made of other operators: without cuDNN, CUDA has one kernel for each, and the CPU has none.
 
 #include <ATen/ATen.h>
 #include <torch/library.h>

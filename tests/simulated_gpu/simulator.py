@@ -1,6 +1,6 @@
 """A CUDA device made of threads: builds and loads it, and gives ``torch.cuda`` the functions that it lacks.
 
-Nothing here may import torch before ``load``: torch looks its CUDA hooks up once.
+Nothing here may import torch before ``load``: torch looks up its CUDA hooks only once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _library: ctypes.CDLL | None = None
 
 
 def why_not() -> str | None:
-    """Why the simulator cannot be built here, if it cannot."""
+    """Return why the simulator cannot be built here, or None."""
     return None if shutil.which("g++") else "needs g++ to build the simulated GPU"
 
 
 def build() -> Path:
-    """Compile what is not compiled yet; cached by sources and version of torch.
+    """Compile what is not compiled yet; the cache's key is the sources and the version of torch.
 
-    Half a minute, and nothing later. Who comes while another process compiles waits for it.
+    The first build takes half a minute. Other processes that come meanwhile wait for it.
     """
     torch_folder = _torch_folder()
     version = (torch_folder / "version.py").read_text()
@@ -50,10 +50,10 @@ def _torch_folder() -> Path:
 
 
 def _compile(torch_folder: Path, library: Path) -> None:
-    """All files in one go: torch's headers, which they share, take longer than they do."""
+    """Compile all files at once: the torch headers that they share take longer than the files."""
     include = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
     fresh = library.with_suffix(".fresh")
-    libs = ["-L", torch_folder / "lib", "-lc10", "-ltorch_cpu"]  # found by ``load``, in whichever environment it runs
+    libs = ["-L", torch_folder / "lib", "-lc10", "-ltorch_cpu"]  # ``load`` finds them in its own environment
     everything = "".join(f'#include "{FOLDER / name}"\n' for name in SOURCES)
     command = ["g++", "-std=c++20", "-O1", "-fPIC", "-w", "-shared", *include, "-x", "c++", "-", "-o", fresh, *libs]
     subprocess.run(command, input=everything, text=True, check=True)
@@ -61,7 +61,7 @@ def _compile(torch_folder: Path, library: Path) -> None:
 
 
 def load(**knobs: float) -> None:
-    """Make torch see a CUDA device. To be called before torch is imported.
+    """Make torch see a CUDA device. Call it before torch is imported.
 
     Args:
         knobs: See ``set_knobs``.
@@ -86,11 +86,11 @@ def load(**knobs: float) -> None:
 def set_knobs(**values: float) -> None:
     """Change the machine.
 
-    ``num_devices``, ``capacity_bytes`` (of each), ``poison`` (1: freed memory is filled with NaN), ``sync_mode`` (2:
-    raise where an operation blocks the host), ``refuse_registration`` (so many are refused), ``h2d_bytes_per_s``,
-    ``d2h_bytes_per_s``, ``compute_bytes_per_s`` (0: as fast as it goes), ``delay_s`` (at most, before each operation),
-    ``fail_at`` (the operation so many from now fails; -1: none), ``h2d_stall_s``, ``d2h_stall_s`` (copies of this
-    direction stand still from the next one on, until it has stood so long, or until this is 0 again).
+    ``num_devices``, ``capacity_bytes`` (of each device), ``poison`` (1: freed memory is filled with NaN), ``sync_mode``
+    (2: raise where an operation blocks the host), ``refuse_registration`` (how many are refused), ``h2d_bytes_per_s``,
+    ``d2h_bytes_per_s``, ``compute_bytes_per_s`` (0: as fast as possible), ``delay_s`` (at most, before each operation),
+    ``fail_at`` (how many operations from now one fails; -1: none), ``h2d_stall_s``, ``d2h_stall_s`` (the next copy of
+    this direction, and those behind it, stand still for so long, or until this is 0 again).
     """
     for name, value in values.items():
         _library.sim_set(name.encode(), float(value))
@@ -98,7 +98,7 @@ def set_knobs(**values: float) -> None:
 
 @contextlib.contextmanager
 def knobs(**values: float) -> Iterator[None]:
-    """Change the machine for a while; afterwards everything that was changed is as it was at first."""
+    """Change the machine for a while; at the end restore everything that was changed."""
     first = {"poison": 1, "capacity_bytes": 8 << 30, "num_devices": 1, "fail_at": -1}
     set_knobs(**values)
     try:
@@ -108,10 +108,10 @@ def knobs(**values: float) -> Iterator[None]:
 
 
 def num_syncs() -> int:
-    """How often an operation has blocked the host."""
+    """Return how often an operation has blocked the host."""
     return _library.sim_num_syncs()
 
 
 def num_operations() -> int:
-    """How many operations were given to streams."""
+    """Return how many operations were given to streams."""
     return _library.sim_num_operations()

@@ -1,4 +1,4 @@
-"""A copy that stands still: what needs it waits, the result is the same, and a Ctrl-C comes through."""
+"""A copy that stands still: operations that need it wait, the result is the same, and a Ctrl-C comes through."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STALLS = ("h2d_stall_s", "d2h_stall_s")
 
 @contextmanager
 def pressed(after_s: float) -> Iterator[list[float]]:
-    """Ctrl-C so much later; gives when it was pressed."""
+    """Press Ctrl-C after so many seconds; yield the list of moments when it was pressed."""
     moments: list[float] = []
 
     def press() -> None:
@@ -42,12 +42,12 @@ def pressed(after_s: float) -> Iterator[list[float]]:
 
 
 def ids(number: int) -> torch.Tensor:
-    """Made on the device."""
+    """Make ids on the device."""
     return torch.arange(3 * LENGTH, device="cuda").view(3, LENGTH).add(number).remainder(VOCAB)
 
 
 def take_steps(model: Any, optimizer: Any, first: int, count: int) -> list[torch.Tensor]:
-    """Nothing here asks for a value, or copies."""
+    """Take steps without asking for a value, and without copies."""
     losses = []
     for number in range(first, first + count):
         torch.manual_seed(number)
@@ -74,19 +74,19 @@ def test_a_stalled_copy_is_waited_for(kind, knob, tmp_path):
 @pytest.mark.parametrize("knob", STALLS)
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_an_interrupt_comes_through_a_stalled_copy(kind, knob, tmp_path):
-    """Wherever the host waits by then. The rest is as ever: a step is lost, or was cut short and is refused."""
+    """Wherever the host waits then. Everything else is as usual: a step is lost, or was cut short and is refused."""
     model = make()
     with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
         take_steps(model, optimizer, 0, 2)
         with simulator.knobs(**{knob: 20}), pressed(0.3) as moments:
             with pytest.raises(KeyboardInterrupt):
                 take_steps(model, optimizer, 2, 100)
-            assert time.monotonic() - moments[0] < 5  # within a second on an idle machine; the copy stands for 20
+            assert time.monotonic() - moments[0] < 5  # within a second on an idle machine; the copy stalls for 20
         outcore.close(model, keep_weights=False)
 
 
 def test_what_a_copy_reads_or_writes_is_not_given_back_before_it_is_over(tmp_path, monkeypatch):
-    """Not even where lanes do not end in time: the thread of the update waits for its gradients."""
+    """Not even if lanes do not end in time: the update's thread waits for its gradients."""
     monkeypatch.setattr(lane_threads, "CLOSE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(lane_threads, "_END_TIMEOUT_S", 0.1)
     model = make()

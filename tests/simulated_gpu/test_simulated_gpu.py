@@ -1,4 +1,4 @@
-"""Tests marked ``gpu`` on a CUDA device made of threads: in processes of their own, since it must load before torch."""
+"""Tests marked ``gpu`` on a CUDA device made of threads: in their own processes, since it must load before torch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LOOP = [
 ]
 BLOCKS = TESTS / "probe" / "test_blocks.py"
 SIDE_BY_SIDE = 2
-# Of cases that differ in what is no device's matter (host lanes, micro-batches, dtypes) one or two. The rehearsal of
-# ``benchmarks/gpu.sh`` runs the others.
+# One or two of the cases that differ in what does not concern a device (host lanes, micro-batches, dtypes). The
+# rehearsal of ``benchmarks/gpu.sh`` runs the others.
 ENGINE = (
     "test_delays_on_each_lane and early and (None or H2D or D2H or WRITE_BACK) or test_updates_inside and -1- or "
     "test_first_loss and host or test_states_on and not dtype0 and not dtype2 or test_states_that and dtype1 or "
@@ -37,7 +37,7 @@ PARITY = (
     "test_all_lanes_late and not patchwork-disk and not llama-device and not gpt2-resident or "
     "test_skipped_frozen_and_shared_parts and patchwork or by_results_without or test_the_ties_that_have_a_code"
 )
-# A new run, one that stops and goes on, adapters, an evaluation, a scaler: each by what its user calls. And saves of
+# A new run, one that stops and resumes, adapters, an evaluation, a scaler: each through the user's calls. And saves of
 # weights on the device.
 PROGRAMS = (
     "test_trainer or test_sft_lora or test_conversations_with_evaluation or TestResume and test_adapters or "
@@ -46,8 +46,8 @@ PROGRAMS = (
     "test_compact_masters and sft or test_an_edit_that_came_before or test_who_has_kept_the_data or "
     "test_a_unit_that_edits_itself"
 )
-# Parameters whose values are elsewhere for a moment, tensors that blocks make, and those that meet gradients; what is
-# saved of every policy, on every tier, with graphs that wait for one another, autocast and exceptions.
+# Parameters whose values are elsewhere for a moment, tensors that blocks make, and tensors that meet gradients; saved
+# tensors of every policy, on every tier, with graphs that wait for one another, autocast and exceptions.
 CALLS = (
     "test_a_state_dict_between or test_the_default_device or test_scaled_by_hand or test_any_block and Dropping or "
     "test_whatever_a_loop_does and two_forwards or test_an_argument_that_is_cast_twice or "
@@ -56,14 +56,14 @@ CALLS = (
     "test_what_blocks_share or test_the_lender_may_be_walked_first or "
     "test_a_wrapper_for_a_call and host or test_trained_as_in_the_plain_loop and nf4"
 )
-# Each is a process of its own, and those that wait longest come first; files that take seconds share one.
+# Each is a process of its own, and those with the longest waits come first; files that take seconds share one.
 RUNS = {
     "faults": [
         *("-m", "gpu", FOLDER / "fault_tests.py", FOLDER / "stall_tests.py"),
         *(GPU / "test_streams_cuda.py", GPU / "test_interrupts_cuda.py"),
     ],
     "programs": ["-k", PROGRAMS, TESTS / "cli" / "test_train.py", TESTS / "integrations", TESTS / "saving"],
-    "parity": ["-k", PARITY, TESTS / "parity"],  # the promise as on CPU lanes, but a device computes and streams wait
+    "parity": ["-k", PARITY, TESTS / "parity"],  # as on the CPU's lanes, but a device computes and streams wait
     "engine": ["-m", "gpu", GPU / "test_engine_cuda.py", "-k", ENGINE],
     "loop": ["-k", CALLS, *LOOP, BLOCKS],
     "memory": ["-m", "gpu", FOLDER / "memory_tests.py", FOLDER / "footprint_tests.py"],
@@ -87,7 +87,7 @@ def test_every_file_is_run():
 
 @pytest.fixture(scope="session")
 def done(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[CompletedProcess[str]]]]:
-    """What became of each run. They wait for copies and sleeps most of the time, so some go side by side."""
+    """Start all runs; return their results. They mostly wait for copies and sleeps, so some run side by side."""
     missing = simulator.why_not()
     if missing is not None and "CI" not in os.environ:
         pytest.skip(missing)
@@ -106,7 +106,7 @@ def _suite_of(run: list[Any]) -> CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return nursery.run(
         command,
-        kind=nursery.Worker,  # ranks are forked from what it has imported
+        kind=nursery.Worker,  # ranks are forked from a process that has imported all
         cwd=FOLDER.parent.parent,
         env=env | {"OMP_NUM_THREADS": "1", "OUTCORE_TEST_DEVICE": "cuda"},
         capture_output=True,

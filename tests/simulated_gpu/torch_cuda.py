@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` has in a CUDA build and lacks in a CPU build, over the simulated machine."""
+"""Functions of ``torch.cuda`` that a CPU build lacks, over the simulated machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import _meta_registrations as metas
 _C = torch._C
 _library: ctypes.CDLL
 TOTAL_BYTES = 8 << 30
-"""Of each device, if nobody sets its capacity."""
+"""Bytes of each device, unless a capacity is set."""
 _COMPILED = ("Meta", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 
 
@@ -46,16 +46,16 @@ def install(library: ctypes.CDLL) -> None:
         for name, value in values.items():
             if module is torch.cuda or hasattr(module, name):
                 setattr(module, name, value)
-    torch.cuda._initialized = True  # torch's own checkpoint takes the device's random state only then
-    torch.UntypedStorage.clone = lambda self: _storage_on(self, self.device)  # of copy.deepcopy
-    torch.UntypedStorage.to = lambda self, *, device, **_: _storage_on(self, device)  # of torch.load
+    torch.cuda._initialized = True  # only then torch's own checkpoint takes the device's random state
+    torch.UntypedStorage.clone = lambda self: _storage_on(self, self.device)  # for copy.deepcopy
+    torch.UntypedStorage.to = lambda self, *, device, **_: _storage_on(self, device)  # for torch.load
     torch.backends.cuda.is_built = _yes
-    torch.backends.cudnn.enabled = False  # else recurrent layers warn that it is not there
+    torch.backends.cudnn.enabled = False  # else recurrent layers warn that it is missing
     _C._cuda_getCurrentRawStream = lambda device: current_stream(device).stream_id
 
 
 def statistics(device: Any = None) -> dict[str, int]:
-    """Bytes of device memory, and how many allocations there were."""
+    """Return bytes of device memory, and the number of allocations."""
     values = (ctypes.c_int64 * 5)()
     _library.sim_statistics(_index(device), values)
     names = ("allocated", "peak_allocated", "reserved", "peak_reserved", "num_allocations")
@@ -63,14 +63,14 @@ def statistics(device: Any = None) -> dict[str, int]:
 
 
 def _use_compiled_shapes() -> None:
-    """Let Python work shapes out only where no compiled kernel does: it takes twenty times as long."""
+    """Let Python compute shapes only where no compiled kernel does: it takes twenty times as long."""
     known = metas._meta_lib_dont_use_me_use_register_meta
     names = {name.split("/")[1] for name in known._op_impls}
     known._destroy()
     rest = metas._meta_lib_dont_use_me_use_register_meta = torch.library.Library("aten", "IMPL", "Meta")
     table = metas.global_decomposition_table
     for name in sorted(names):
-        if name == "nonzero":  # as many as there are: the simulator runs the CPU's kernel to know
+        if name == "nonzero":  # the shape depends on values: the simulator runs the CPU's kernel
             continue
         if any(_C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key) for key in _COMPILED):
             continue
@@ -93,17 +93,17 @@ def _storage_on(storage: torch.UntypedStorage, device: Any) -> torch.UntypedStor
 
 
 class Stream(torch.Stream):
-    """As ``torch.cuda.Stream``."""
+    """Like ``torch.cuda.Stream``."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Any:
-        """Another one, or with ``stream_id`` and its like the one that these name."""
+        """Make a stream, or return the one that ``stream_id`` and its companions name."""
         if known:
             return super().__new__(cls, **known)
         return super().__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
 
     @property
     def cuda_stream(self) -> int:
-        """Its number."""
+        """Return the stream's number."""
         return self.stream_id
 
 
@@ -120,11 +120,11 @@ class _Cudart:
 
 
 def event(*, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-    """In place of the class ``torch.cuda.Event``: torch compares times of its own class only."""
+    """Replace the class ``torch.cuda.Event``: torch compares times of its own class only."""
     return torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking)
 
 
-# The functions of torch.cuda, under their own names.
+# Functions of torch.cuda, under their own names.
 
 
 def set_device(device: Any) -> None:

@@ -1,4 +1,4 @@
-"""A timeline adds up what lanes did and what compute waited for, survives JSON, and can be drawn."""
+"""A timeline adds up the work of lanes and the waits of compute, survives JSON, and can be drawn."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_every_lane_of_the_runtime_has_its_row():
 
 def test_lanes_are_busy_while_they_work_and_compute_while_it_does_not_wait():
     busy_s = STEP.busy_s()
-    assert busy_s["h2d"] == 3.0  # one after the other
+    assert busy_s["h2d"] == 3.0  # the spans follow each other
     assert busy_s["d2h"] == 1.0
     assert busy_s["update"] == 0.0
-    assert busy_s[COMPUTE] == 3.5  # units lie within the model's forward, and half a second of it is a wait
+    assert busy_s[COMPUTE] == 3.5  # units are within the model's forward, half a second of which is a wait
     assert {lane: s for lane, s in STEP.exposed_s().items() if s} == {"h2d": 0.5, "d2h": 2.0}
     assert STEP.wall_s == 6.0
     assert STEP.explained_s() == busy_s[COMPUTE] + 0.5 + 2.0

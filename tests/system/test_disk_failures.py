@@ -1,4 +1,4 @@
-"""A disk that fails while a model trains: a typed error with file, unit and offset, at the next call at the latest."""
+"""A disk that fails during training: a typed error with file, unit and offset, at the next call at the latest."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def undisturbed_losses(steps: int) -> list[float]:
 
 
 class Failing:
-    """An operation of the disk that goes wrong from its n-th call on."""
+    """Makes an operation of the disk fail from its n-th call on."""
 
     def __init__(self, real: Callable[..., int], first: int, number: int) -> None:
         self._real, self._left, self._number = real, first, number

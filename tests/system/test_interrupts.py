@@ -87,7 +87,7 @@ def start(stack, code, *arguments):
         env=environment,
     )
     stack.enter_context(process)
-    stack.callback(process.kill)  # comes first
+    stack.callback(process.kill)  # runs before the process is waited for
     guard = threading.Timer(90, process.kill)
     guard.start()
     stack.callback(guard.cancel)
@@ -95,7 +95,7 @@ def start(stack, code, *arguments):
 
 
 def end(process, number, times):
-    """Let it begin and send the signal so often, a moment apart; returns what the process said on stderr."""
+    """Let it begin, then send the signal ``times`` times, a moment apart. Returns what the process wrote to stderr."""
     process.stdin.write("go\n")
     process.stdin.flush()
     assert process.stdout.readline() == "begun\n", process.communicate()
@@ -106,7 +106,7 @@ def end(process, number, times):
     return err
 
 
-# More than once only where nothing but a signal ends it sooner than the last of them comes.
+# The signal is sent more than once only where the process cannot end by itself before the last one comes.
 CASES = [("update", "leaves", 1), ("copy", "closes", 2), ("copy", "leaves", 3), ("write", "closes", 1)]
 
 
@@ -115,7 +115,7 @@ def test_ctrl_c_while_something_is_slow(tmp_path):
         running = [start(stack, SCRIPT, tmp_path / f"{s}-{ending}", s, ending) for s, ending, _ in CASES]
         for process, (stage, ending, times) in zip(running, CASES, strict=True):
             err = end(process, signal.SIGINT, times)
-            assert process.returncode == -signal.SIGINT, (stage, ending, err)  # 130, as a shell says it
+            assert process.returncode == -signal.SIGINT, (stage, ending, err)  # a shell reports 130
             assert err.count("Traceback") <= times, err
             assert "Exception ignored" not in err, err
         assert files(tmp_path) == []
@@ -142,7 +142,7 @@ class Written:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_process_closes_what_it_opened_itself():
-    """Else its threads are unwound in the middle of a kernel, which aborts it."""
+    """Otherwise its threads are unwound in the middle of a kernel, which aborts the process."""
     read, write = os.pipe()
     inherited = Written(write, b"i")
     child = os.fork()
@@ -163,7 +163,7 @@ def test_sigterm(tmp_path):
         running = {ending: start(stack, SCRIPT, tmp_path / ending, "update", ending) for ending in ("exits", "leaves")}
         errs = {ending: end(process, signal.SIGTERM, 1) for ending, process in running.items()}
         assert {ending: process.returncode for ending, process in running.items()} == {
-            "exits": 128 + signal.SIGTERM,  # with a handler of the program's own
+            "exits": 128 + signal.SIGTERM,  # by the program's own handler
             "leaves": -signal.SIGTERM,
         }, errs
         assert errs["exits"] == ""

@@ -1,4 +1,4 @@
-"""Four ranks in one container, each with the budgets that nobody gave: they finish, or refuse, and none is killed."""
+"""Four ranks in one container, each with default budgets: they finish or refuse, and none is killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ranks.conftest import free_port
 from .test_container import memory_group
 
 LIMIT_BYTES = 1100 * 2**20
-"""Of which Python and torch take 230 MiB when there are four processes, which begin with the same memory."""
+"""Python and torch take 230 MiB of it for four processes, which share memory at first."""
 
 CHILD = """
     import gc, json, os, sys
@@ -87,7 +87,7 @@ def test_four_ranks_share_what_there_is(tmp_path: Path) -> None:
     assert "no placement fits; the least that would do is:" in table, table
     assert "4 ranks share those of host memory and disk" in table
     assert all("rank 0 said: " in other and table in other for other in others)
-    # A third of the limit is left to gradients on their way, and to what begins as the same memory and becomes another.
+    # A third of the limit is left for gradients in transit, and for pages that are shared at first and then written.
     assert all(0 < 4 * (taken["device"] + taken["host"]) < LIMIT_BYTES / 2 for _, taken in said), said
     assert all(taken["disk"] for _, taken in said)
     assert list((tmp_path / "tier").iterdir()) == []

@@ -1,4 +1,4 @@
-"""``outcore train`` in a container with a quarter of its training state as memory, as a user would type it."""
+"""``outcore train`` in a container whose memory is a quarter of the training state, as a user would run it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_quarter_of_the_state_is_enough(tmp_path: Path) -> None:
     command += ["--model", "config.json", "--data", "text.txt", "--out", "run"]
     command += ["--steps", "2", "--batch-size", "1", "--seq-len", "32", "--save-every", "1", "--keep", "1"]
     command += ["--device-memory", f"{quarter // 3}", "--host-memory", f"{2 * quarter // 3}", "--disk", "."]
-    # What a test environment sets is taken away: the command has to do without.
+    # Settings of a test environment are removed: the command must work without them.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "OMP_"))}
     with memory_group(quarter + LIBRARIES_BYTES) as group:
 

@@ -42,7 +42,7 @@ def listed(directory: Path, *, check: bool) -> tuple[str, bool]:
 
 
 def pruned(directory: Path, *, keep: int) -> str:
-    """Remove checkpoints older than the newest ones that are as they were saved. Raises: ConfigError: There is none."""
+    """Remove checkpoints older than the newest ``keep`` intact ones. Raises: ConfigError: There is none."""
     _some(directory)
     removed = prune(directory, keep, of_trainers=True, check=True)
     return "\n".join(_removed(removed)) or "nothing to remove"

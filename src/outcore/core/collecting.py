@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _YOUNG = 4_000_000
-"""New objects before the collector looks for cycles. Python's own threshold is some hundreds."""
+"""New objects before the collector looks for cycles. Python's own threshold is several hundred."""
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from fractions import Fraction
 
 from outcore.core.errors import ConfigError
 
-PAGE_BYTES = 4096  # extents, host buffers and O_DIRECT transfers are multiples of it (4 KiB-sector drives reject less)
-PARAM_ALIGN_BYTES = 256  # tensors begin at its multiples, so that kernels see an alignment like in a plain model
+PAGE_BYTES = 4096  # extents, host buffers and O_DIRECT transfers are its multiples: drives of 4 KiB sectors reject less
+PARAM_ALIGN_BYTES = 256  # tensors begin at multiples of it, so that kernels find them aligned as in a plain model
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

@@ -23,7 +23,7 @@ class Launched(NamedTuple):
 
 
 def launched() -> Launched | None:
-    """Return the rank of this process among several; None if it was started alone, with or without a launcher."""
+    """Return this process's rank and the number of ranks; None if it runs alone, with or without a launcher."""
     size = os.environ.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
         return Launched(os.environ.get("RANK", "?"), int(size))

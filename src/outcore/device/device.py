@@ -220,7 +220,7 @@ class Device(Closing):
         return self.mark(name)
 
     def _fill(self, buffer: Buffer) -> None:
-        if buffer.bytes.is_cpu:  # this thread writes at once, not in the order of its stream: end that stream's copies
+        if buffer.bytes.is_cpu:  # this thread writes at once, so copies on its stream must be over first
             self.finish_copies()
         buffer.bytes.fill_(POISON)
 

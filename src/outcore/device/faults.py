@@ -170,7 +170,7 @@ class PermutedLanes:
 
     def close(self) -> None:
         """Fail the queued operations and join the threads. Idempotent."""
-        if threading.current_thread() is self._thread:  # garbage collected in an operation: its caller holds the lock
+        if threading.current_thread() is self._thread:  # an operation collected it, and its caller holds the lock
             self._turns.put(None)
             return
         with self._lock:

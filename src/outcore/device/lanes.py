@@ -23,7 +23,7 @@ from outcore.spec.lanes import Lane
 
 Clock = tuple[int, ...]
 SKIPPED = object()
-"""Result of work on a host lane that found nothing to do: it is not recorded, and no throttle applies to it."""
+"""Result of work on a host lane that found nothing to do: it is not recorded, and no throttle or pause follows."""
 
 
 class Completion(Protocol):

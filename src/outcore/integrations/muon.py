@@ -20,7 +20,7 @@ _WORDS = {"true": True, "false": False}
 
 @final
 class MuonBesideAdamW(Joined):
-    """Muon and AdamW as one. As Muon's documentation asks, embeddings, heads and all but matrices go to the other."""
+    """Muon and AdamW as one. As Muon's documentation asks, embeddings, heads and whatever is no matrix go to AdamW."""
 
     def __init__(self, params: Any, *, within: nn.Module | None, muon: Mapping[str, Any], **adamw: Any) -> None:
         """Divide the parameters.

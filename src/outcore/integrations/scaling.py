@@ -4,7 +4,7 @@ Accelerate would wrap the optimizer for that. Here ``trainer.optimizer`` stays t
 does what the wrapper's would do.
 
 [Note: the scale of several ranks] On R ranks, a Trainer's losses are R times as large, and gradients are averaged. So
-the scale is divided by R, rounded up to a power of two. Then gradients are those of one rank with R times the
+the scale is divided by R rounded up to a power of two. Then gradients are those of one rank with R times the
 accumulation, and overflow with them. The scale that is saved is that of one rank.
 """
 

@@ -18,7 +18,7 @@ from outcore.core.quantities import PAGE_BYTES
 
 WORTH_BYTES = 32 * 2**20
 """Growth that is worth a call."""
-_REST = 100  # least time between calls, in multiples of the last call and of the time to touch the pages again
+_REST = 100  # least time between calls, as a multiple of the last call's time and that to touch the pages again
 _TOUCHED_PER_S = 2.0 * 2**30
 """Bytes of fresh memory touched per second. A core of an EPYC finds and clears 82,000 pages in 0.14 s
 (benchmarks/step.py)."""

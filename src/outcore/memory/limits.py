@@ -70,7 +70,7 @@ def disk_free_bytes(path: Path) -> int:
 def cpu_quota(root: Path = _ROOT) -> int | None:
     """Cores that the control groups let this process keep busy, at least 1; None: no limit.
 
-    The quota is rounded down: the kernel stops a process that uses more than its quota for a while, with all threads.
+    The quota is rounded down: from time to time, the kernel stops a process that exceeds it, with all its threads.
 
     Args:
         root: Folder in place of ``/``.

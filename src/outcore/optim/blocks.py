@@ -7,8 +7,8 @@ Neither the block size, nor the number of workers, nor the place in memory chang
 
 [Note: interpreter lock] Every call of torch releases the interpreter lock and takes it again. A worker that finds it
 taken sleeps until it is woken, which takes longer than the call. So one call per tensor makes the views of all blocks
-of a parameter. Each block of a fused kernel then needs only two more calls: the kernel itself, and a copy that copies
-its weights and casts the next block's gradient.
+of a parameter. Each block of a fused kernel then needs only two more calls: the kernel itself, and a call that copies
+the block's weights and casts the next block's gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Piece:
 
     target: Tensor
     """The tensor that the rule updates, in the update dtype: master weights, or the weights if there is no master. If
-    the master is compact, these are the bf16 weights, which are its upper half."""
+    the master is compact, it is the bf16 weights, which are the master's upper half."""
     grad: Tensor | None
     """Gradient in the update dtype or in the dtype in which autograd made it; only read. May be None with ``zero``."""
     states: Mapping[str, Tensor]

@@ -3,8 +3,8 @@
 [Note: compact masters] The weight is the upper half of the master, or one more if the lower half rounds up. So the
 lower half, read as a signed number and added to the weight's bits, gives the master back. Only ties need more: an even
 weight is the rounding of 65,537 numbers. The one rounded down at a tie (lower half 0x8000) would read like the one
-rounded up at a tie. It therefore gets a special lower half: one that no other element of its row of 128 has. There
-always is one, since there are more such numbers than elements in a row, so nothing can overflow. The row's *code* says
+rounded up at a tie. It therefore gets a special lower half, which its row of 128 does not contain otherwise. There
+always is one, since there are more candidates than elements in a row, so nothing can overflow. The row's *code* says
 which number it is.
 
 The weight of a NaN is the upper half of its master; the row's code says that the row may have NaNs, which are read this
@@ -26,7 +26,7 @@ PLAIN, HAS_NAN = 255, 254
 """Codes of rows without a tie that was rounded down: of rows without NaNs, and of rows with NaNs."""
 _TIE = -32768
 _DEVICE_ROWS = 2**11
-"""Rows corrected at a time on a device. All rows are: to learn which need it, the host would have to wait."""
+"""Rows corrected at a time on a device. All rows are: the host would have to wait to learn which of them need it."""
 
 
 def open_masters(weights: Tensor, lower: Tensor, codes: Tensor, room: Tensor, spare: Tensor | None = None) -> Tensor:

@@ -188,7 +188,7 @@ def encode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor, 
     """
     stored = states[name]
     if codes.formats[name] == "bf16":
-        room[: stored.numel()].nan_to_num_(math.nan, math.inf, -math.inf)  # torch's NaN, which stays one with noise
+        room[: stored.numel()].nan_to_num_(math.nan, math.inf, -math.inf)  # one NaN for all, which noise cannot change
         bits = room[: stored.numel()].view(torch.int32)
         place = (start + codes.seed + sum(name.encode())) % _PERIOD  # so that two states of an element draw differently
         _add_noise(bits, codes.seed, step, place)

@@ -219,7 +219,7 @@ def _public_optimizer(hyper: FusedHyper, param: torch.nn.Parameter, *, fused: bo
 def _choose_stepper(name: str, device: torch.device, dtype: torch.dtype) -> Stepper:
     """Choose the private kernel if it has the bits of the public optimizer for every option, else a public optimizer.
 
-    With ``fused=True`` if that trains as ``fused=False`` does.
+    The public optimizer runs with ``fused=True`` if this trains as ``fused=False`` does.
     """
     hypers = tuple(_checked_hypers(name))
     if (reason := _difference(_public_fused, _public_plain, hypers, _Made(device, dtype), _close)) is not None:

@@ -177,7 +177,7 @@ def _muon(weight: Tensor, grad: Tensor, states: _States, step: int, settings: Se
 
 
 def _flops_of_muon(shape: tuple[int, ...], settings: Settings) -> float:
-    """Per step: the product of the matrix and its transpose, the square of that, and its product with the matrix.
+    """Per Newton-Schulz step: the matrix times its transpose, the square of that, and a product with the matrix.
 
     Muon transposes the matrix if it has more rows than columns.
     """

@@ -220,7 +220,7 @@ class UpdateRule:
     def kept(self, groups: Sequence[Group]) -> Callable[[Tensor, str], Kept]:
         """Return a function that maps a parameter and its update dtype to its ``Kept``.
 
-        The states are those for the settings of any group of the same kind: a parameter's group may change to them.
+        States for the settings of every group of the same kind count, since a parameter's group may change to them.
         """
         owners = {id(param): group for group in groups for param in group["params"]}
 

@@ -10,8 +10,8 @@ of their next use. No rate is measured.
 these updates is over, their lane is idle until backward gives its first gradient. So the last one should belong to one
 of the last units. But backward reaches these first, when no attempt is overtaken yet; slots may even be filled for some
 of them before there is any gradient. So attempts are left out on purpose, as many as earlier steps could not make,
-spread evenly from the second one on. Their number is corrected at the end of backward: if fewer than two attempts are
-lost or still under way there was time for one more, if more than two are there were too many.
+spread evenly from the second one on. Their number is corrected at the end of backward. If fewer than two attempts are
+then lost or still under way, there was time for one more. If more than two are, there were too many.
 """
 
 from __future__ import annotations

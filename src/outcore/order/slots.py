@@ -49,7 +49,7 @@ class SlotPool(Generic[H]):
         return slot
 
     def spared(self) -> list[Home[H]]:
-        """Return the homes of which idle slots keep a copy. The slot that is taken next counts only if it is alone."""
+        """Return homes of which idle slots keep a copy. The slot next in line counts only if the pool has no other."""
         idle = list(self._idle)[min(1, len(self.slots) - 1) :]
         return [slot.kept for slot in idle if slot.kept is not None]
 

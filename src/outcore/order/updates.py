@@ -1,4 +1,4 @@
-"""Updates: on the host behind the next forward, inside backward, or on the device.
+"""Updates: on the host beside the next forward, inside backward, or on the device.
 
 [Note: staged updates] The device updates faster than the CPU, and the link has room beside the fetches. So a plan may
 give the device a share of the units whose states live in host memory. States and gradients of such a unit go to a

@@ -39,7 +39,7 @@ A part whose counted time is above ``MOST_S`` is not run: it computes so much th
 _AT_A_TIME = 4
 """Forwards alive at once; fewer if one takes long or saves much."""
 _OF_FREE = 4
-"""A measurement may use one part in this many of the free device memory."""
+"""Weights with gradients may take one part in this many of the free device memory, and what forwards save another."""
 _SPREAD = 0.02
 """Standard deviation of the values, like that of initial weights."""
 

@@ -104,7 +104,7 @@ class _Ranks:
         return NetworkPart(bytes_per_s=found.per_s, latency_s=found.latency_s, sources=sources)
 
     def _line(self, part: float, meet: Callable[[int], None]) -> Line:
-        """Measure at all sizes. Args: part: Part of a size that passes. meet: Sends and receives that many bytes."""
+        """Measure at all sizes. Args: part: Part of a size that passes. meet: Lets all ranks exchange a size."""
         return line({int(part * nbytes): self._usual_s(meet, nbytes) for nbytes in self._sizes})
 
     def _usual_s(self, meet: Callable[[int], None], nbytes: int) -> float:

@@ -1,9 +1,9 @@
 """Process groups of one prepared model, and the sockets under them.
 
 [Note: hanging up] A wait for another rank inside of gloo cannot be cancelled: it ends when the other rank comes, is
-gone, or is late. So a rank that must end now shuts the sockets of its groups down. For gloo the other ranks are gone
-then, and this one is gone for them, so the waits of all end at once. gloo does not tell which sockets are its own. They
-are those that were opened with a group, and whose other end was opened with the same group on another rank.
+gone, or is late. So a rank that must end now shuts the sockets of its groups down. Then gloo takes the other ranks
+for gone here, and this rank for gone there, so all waits end at once. Gloo does not tell which sockets are its own.
+They are those that were opened with a group, and whose other end was opened with the same group on another rank.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Links:
 
 
 class Notes:
-    """What each rank began last, in torch's store: errors of ranks that wait for it in vain name this."""
+    """What each rank began last, kept in torch's store for the errors of ranks that wait for it in vain."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size

@@ -60,7 +60,7 @@ class World:
         with self._doing("call prepare"):
             self._control = self._groups.new("gloo")
         self._cuts: dict[tuple[int, bool], Links] = {}
-        """Groups, by the number of ranks that share weights: of these ranks (True), or of those with the same part."""
+        """Groups by number of ranks that share weights: of these ranks (True), or those with the same part (False)."""
         self.last_step = ""
         """Settings of the last step. Weights that are put together must have been updated alike."""
         self._know_sockets()
@@ -193,7 +193,7 @@ class World:
 
     @property
     def facts(self) -> str:
-        """How the present weights were made. It must be the same on all ranks, or one has gone another way."""
+        """How the present weights were made. If ranks differ in it, one has gone another way."""
         return f"{self.num_steps} {self.last_step}"
 
     def gather(self, facts: str, unit: str, new: torch.Tensor, num_sharers: int) -> None:

@@ -53,7 +53,7 @@ class WeightsHome:
     num_copies: int
     """Number of ranks that have the same runs of the trainable piece."""
     taken_bytes: int
-    """Bytes that this rank takes on the tier."""
+    """Bytes that this rank takes on the home's tier."""
     nbytes: int
     """Size of the home."""
     updated: tuple[int, int]
@@ -78,7 +78,7 @@ class WeightsHome:
         return tuple(part._replace(offset=part.offset + shift if part.numel else 0) for part in self.spec.own_parts)
 
     def runs(self) -> list[Run]:
-        """Return the runs that no other sharer has: those in this rank's home, or that it writes in the one copy."""
+        """Return this rank's runs: those in its home, or those that it writes in the one copy of all sharers."""
         spec, found, begin = self.spec, list[Run](), 0
         for piece, run, sharers in self._pieces:
             count, nbytes = (1, spec.num_ranks * run) if sharers == 1 else (spec.num_ranks // sharers, run)

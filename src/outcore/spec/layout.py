@@ -97,7 +97,7 @@ def lay_out_states(spec: UnitSpec, names: tuple[str, ...], *, is_compact: bool =
     """Lay out the states of a unit one behind another. Returns them by name, in that order.
 
     Args:
-        spec: The unit. A parameter that lists its states gets only these.
+        spec: The unit. A parameter that lists its states gets only these, besides its master.
         names: Names of all states that any of the parameters has.
         is_compact: Whether parameters that ask for compact masters get them.
     """

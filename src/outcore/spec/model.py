@@ -107,7 +107,7 @@ class StateForm:
     shape: tuple[int, ...] | None = None
     """None: the parameter's shape and strides. ``()``: a single number, which a step reads before it begins."""
     shared_by: int = 1
-    """Neighbouring elements of the parameter that share one element of the state."""
+    """Number of neighbouring elements of the parameter that share one element of the state."""
     initial: float = 0.0
     """Initial value of every element."""
     format: StateFormat | MasterFormat = "fp32"

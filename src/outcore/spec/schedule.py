@@ -93,7 +93,7 @@ class Operation(NamedTuple):
     unit: str
     """Name of the unit; "" for the root."""
     nbytes: int
-    """Bytes that it writes, or between ranks, that it gets from others; 0 for forward and backward."""
+    """Bytes that it writes; between ranks, bytes that it gets from others; 0 for forward and backward."""
     after: tuple[int, ...]
     """Indices of operations that must come first, ascending. Negative ones count from the end of the step before."""
     slot: int | None = None
@@ -118,7 +118,7 @@ class Operation(NamedTuple):
 class Schedule:
     """One training step in a row of equal ones. It begins when the updates of the step before have been submitted.
 
-    One thing differs from step to step: if slots keep states from disk, which units' states need not be read.
+    If slots keep states from disk, the units whose states need not be read differ from step to step. All else is equal.
     """
 
     operations: tuple[Operation, ...]

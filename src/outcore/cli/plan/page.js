@@ -360,7 +360,7 @@
     put(item, "strong", change.name);
     put(item, "span", `${seconds(change.step_s)} per step, ${plain(change.tokens_per_s)} tokens per second. Effort: ${change.effort}.`);
   }
-  if (!data.changes.length) put(byId("changes"), "li", "Nothing that was tried gains one percent.");
+  if (!data.changes.length) put(byId("changes"), "li", "No change that was tried gains one percent.");
   table(byId("others"), ["plan", "step", "why not"], data.runners_up.map((o) => [o.name, o.step_s === null ? "" : seconds(o.step_s), o.reason]), [1]);
   table(byId("least"), ["tier", "others as given", "at all"], TIERS.map((t) => [t, t in data.least.with_others ? bytes(data.least.with_others[t]) : "no amount alone", bytes(data.least.at_all[t])]), [1, 2]);
   table(byId("sources"), ["part", "figure", "value", "source"], data.sources.map((s) => [s[0], s[1].replaceAll("_", " "), plain(s[2]), s[3]]), [2]);

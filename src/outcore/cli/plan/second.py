@@ -1,10 +1,10 @@
 """A second process that shares the work of the first one: planning is pure, and a Python process uses one core.
 
-[Note: second process] The first process starts it before it imports the libraries. That takes longer than the second
-one's own imports, since planning needs none of these libraries. It is a new process, not a fork, so it has nothing of
-the first one's threads and devices. It works out functions of plain data, with the same code as the first process, so
-either finds the same. If it cannot be started, ends or raises, or if what it is sent cannot be pickled, the first
-process does the rest.
+[Note: second process] The first process starts the second one before importing the libraries. These imports take
+longer than the second one's own, since planning needs none of the libraries. It is a new process, not a fork, so it has
+nothing of the first one's threads and devices. It works out functions of plain data, with the same code as the first
+process, so either finds the same. If it cannot be started, ends or raises, or if what it is sent cannot be pickled, the
+first process does the rest.
 """
 
 from __future__ import annotations

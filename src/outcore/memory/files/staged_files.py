@@ -54,7 +54,7 @@ def copy_files(source: Path, directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable. Drives that cannot sync folders are let pass. Raises: OSError."""
+    """Make a file, or the names in a folder, durable. Skips folders that a drive cannot sync. Raises: OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -84,7 +84,7 @@ def bound_of(
 def busiest_s(
     model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit], circumstances: Circumstances
 ) -> tuple[float, float]:
-    """Return a quick lower bound, the seconds of what has most to do, and a sum over all links, which breaks ties.
+    """Return a quick lower bound (seconds of what has most to do), and the seconds of all links, which break ties.
 
     Both are rounded, since equal sums may be added up in another order.
 
@@ -154,7 +154,7 @@ class _Graph:
     def _best(
         self, reached: _Matrix, came: Any, labels: Any, names: Sequence[str]
     ) -> tuple[float, dict[str, float]] | None:
-        """Walk back along the longest path. Between two visits of one node lies a cycle; return the longest."""
+        """Walk back along the longest path. Where it meets a node twice, a cycle lies between; return the longest."""
         n, path = self._n, [len(reached) - 1]
         while path[-1] > 2 * n:
             path.append(path[-1] - int(came[path[-1]]))

@@ -90,7 +90,7 @@ def footprint_of(
     saved = {name: unit.saved for name, unit in units.items()}
     shared = sum(watch.shared.values())
     steps = watch.steps if is_whole else []
-    numbers = sum(len(unit.trainable) for unit in cut.spec.units) + len(steps)  # norms; two replace what a call had
+    numbers = sum(len(unit.trainable) for unit in cut.spec.units) + len(steps)  # norms, and two stand-ins per call
     loose = numbers * ALIGN_BYTES
     found = Footprint(saved=saved, steps=steps, pieces=count, shared_bytes=shared, loose_bytes=loose)
     if count == 1:
@@ -126,7 +126,7 @@ def _head_bytes(model: nn.Module, autocast: Autocast) -> int:
 def _loss_in_tiles(model: nn.Module, tokens: int) -> int:
     """Return the bytes beside the hidden states: fp32 gradients of the weight and of these, copies, and a tile.
 
-    Without Triton a tile is also held in fp32, several times over; that is the case on devices without accelerators.
+    Without Triton a tile is also held in fp32, several times over; that is for devices that are not accelerators.
     """
     weights = [w for head in output_embeddings(model) if isinstance(w := getattr(head, "weight", None), torch.Tensor)]
     if not weights:

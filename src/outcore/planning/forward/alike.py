@@ -62,7 +62,7 @@ class Shape:
         self.requires_grad = tensor.requires_grad
 
     def empty(self) -> torch.Tensor:
-        """Make a tensor of this shape, without values and without a gradient."""
+        """Make a tensor of this shape, without values, that needs no gradient."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import flop_registry
 from outcore.torch_private import OpOverload, pytree
 
 DEAR_FLOP_PER_BYTE = 200
-"""Operations per byte of the result from which it is dear. An A100 computes as many for each byte that it reads: 312
-TFLOP/s in bf16 over 1.555 TB/s (NVIDIA, "A100 Tensor Core GPU Architecture"). Below that, computing takes no longer
-than moving."""
+"""A result is dear if it takes at least this many operations per byte. An A100 computes as many for each byte that it
+reads: 312 TFLOP/s in bf16 over 1.555 TB/s (NVIDIA, "A100 Tensor Core GPU Architecture"). Below that, computing takes no
+longer than moving."""
 
 
 _ATTENTION = "_scaled_dot_product"

@@ -1,4 +1,4 @@
-"""Which units may be updated inside backward: as many as a placement left room for second homes."""
+"""Which units may be updated inside backward: as many as find second homes in the room that a placement left."""
 
 from __future__ import annotations
 

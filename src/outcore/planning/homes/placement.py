@@ -1,4 +1,4 @@
-"""Where everything lives by the rule: as much as fits on the device, first units first, then host, then disk.
+"""The rule for where everything lives: as much as fits on the device, first units first, then host, then disk.
 
 [Note: waterlines] Two counts tell all plans of the rule apart. The device takes a prefix of a queue: the weights of all
 units, followed by gradients and states of all units. The host takes a prefix of what is left: weights, then gradients,
@@ -316,7 +316,7 @@ class _Search:
         return choices[first:stop]
 
     def _alike_homes(self, line: Waterline) -> Iterable[tuple[tuple[int, _Homes], int]]:
-        """Count equal units with the same homes. Runs of them are looked at once."""
+        """Count equal units with the same homes. Each run of them is looked at only once."""
         borders, found = self._borders(line), Counter[tuple[int, _Homes]]()
         ends = {*self._ends, *itertools.chain.from_iterable(borders)} - {0}
         for start, stop in itertools.pairwise([0, *sorted(ends)]):

@@ -47,7 +47,7 @@ POOL_ORDER: tuple[tuple[Tier, PoolKind], ...] = (
 _TWO = ("new_weights", "gradients", "landing")
 _HOST_SLOTS = {"states": 3, "activations": 3, "temporary": 1} | dict.fromkeys(
     _TWO, 2
-)  # one slot each is read, used and written: some kinds do all three
+)  # one slot each to read into, to use and to write from: some kinds need all three
 
 
 _UPDATES_THERE: frozenset[tuple[Tier, PoolKind]] = frozenset({("device", "scratch"), ("device", "staging")})

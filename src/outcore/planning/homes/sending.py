@@ -40,7 +40,7 @@ def undecided(names: Iterable[str], sending: Sending | None) -> list[UnitPlan]:
 
 
 class Away(NamedTuple):
-    """A way with activations: which policy a share of the units has, and on which tier their activations rest."""
+    """A way to treat activations: the policy of a share of the units, and the tier where their activations rest."""
 
     tier: Tier
     policy: Policy

@@ -39,7 +39,7 @@ class Clock(Protocol):
 
 
 class InTime:
-    """Updates inside backward, if played time decides which are made, as in a run. See ``order.attempts``."""
+    """Lets played time decide which updates inside backward are made, as time does in a run: see ``order.attempts``."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._of_step = clock, Attempts()

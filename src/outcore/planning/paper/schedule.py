@@ -59,7 +59,7 @@ class Circumstances:
     clips: bool = True
     """Whether updates in ``step()`` need a clip factor, which depends on all gradients."""
     overtaken: frozenset[str] | None = None
-    """Units whose early update is not made. None: none, or where steps are played, played time decides."""
+    """Units whose early update is not made. None: all are made, or if steps are played, played time decides."""
 
 
 def schedule(

@@ -60,7 +60,7 @@ class Moves(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A request for a unit to a cache."""
+    """A request to a cache for the weights of a unit."""
 
     at: int
     """Position in time."""

@@ -46,7 +46,7 @@ ALL_DEVICE, ALL_HOST, ALL_DISK = KINDS[0], KINDS[3], KINDS[-1]
 ROOMY = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
 TIGHT = Comfort(prefetch_depth=0, num_buckets=1, max_slots_host=1)
 SMALL = 8
-"""In models of at most this many units, changes of single units and of pairs are tried, too."""
+"""In models of at most this many units beside the root, changes of single units and of pairs are tried, too."""
 _MOST = {"prefetch_depth": 5, "num_buckets": 6, "max_slots_host": 4}
 
 

@@ -347,7 +347,7 @@ class _Search:
         return filled(max(_first_true(lacks, count + 1, near) - 1, 0))
 
     def _shedding(self, candidate: Candidate, kind: Kind) -> Candidate:
-        """Move as few nearer units as must be to a kind that is farther, the last units first."""
+        """Move nearer units to a kind that is farther, the last units first, and only as many as must be."""
         kinds, rank = candidate.kinds, self._choice.rank
         nearer = [i for i, now in enumerate(kinds) if rank(now) < rank(kind)][::-1]
 
@@ -401,7 +401,7 @@ class _Search:
             yield other, _Tried(simulated, bounded, len(seen))
 
     def _kick(self, best: Candidate) -> Candidate:
-        """Change several things at once at random, always in the same way, and descend from there."""
+        """Change several things at once, at random with a fixed seed, and descend from there."""
         chance, count = random.Random(len(best.kinds)), len(best.kinds)
         for i in range(_KICKS):
             kinds = list(best.kinds)
@@ -421,7 +421,7 @@ class _Search:
         return self._descend(best, _AFTER_A_KICK)
 
     def _around(self, best: Candidate, *, alone: bool) -> Iterator[Candidate]:
-        """Yield changes, also with the room filled that one leaves, or with units moved farther if it does not fit."""
+        """Yield changes. If one leaves room, also fill it; if one does not fit, move units farther instead."""
         binding = self._looks.simulation(self._looks.plan(best), best.saves).binding
         if min(binding.get("d2h", 0.0), binding.get("update", 0.0)) > _BINDS:  # updates may wait for gradients
             yield from self._choice.other_orders(best)

@@ -74,7 +74,7 @@ class Played:
 def play(tasks: Sequence[Task], rates: Rates) -> Played:
     """Play all tasks. See [Note: time] in ``timing.simulate``.
 
-    Cost: O(tasks), since each lane runs one task at a time, so few run at once.
+    Cost: O(tasks): each lane runs one task at a time, so few run at once.
     """
     player = Player(list(tasks), rates)
     player.add()
@@ -91,7 +91,7 @@ class _Turns:
         self._attempts: dict[int, Attempt] = {}
         """Task -> the attempt that it belongs to."""
         self.behind: dict[int, list[int]] = {}
-        """Task -> tasks of attempts that it is before: their turn may come when it is over."""
+        """Task -> the tasks of attempts that wait for it. Their turn may come when it is over."""
         self._num_before: dict[int, int] = {}
         """Task of an attempt -> how many tasks are still to end before its turn comes."""
         self.come: list[int] = []
@@ -111,7 +111,7 @@ class _Turns:
             self.come += [] if self._num_before[other] else [other]
 
     def take(self) -> Iterable[int]:
-        """Decide the tasks whose turn has come. Returns those that are skipped."""
+        """Decide about the tasks whose turn has come. Returns those that are skipped."""
         found = [index for index in self.come if not self._attempts[index].is_due()]
         self.skipped.update(found)
         self.come.clear()
@@ -169,7 +169,7 @@ class Player:
                 self._ready.append(i)
 
     def decide(self, index: int, attempt: Attempt, submitted: Iterable[int]) -> None:
-        """Let an attempt decide about a new task. Args: submitted: Tasks of the host that precede its submission."""
+        """Let an attempt decide about a new task. Args: submitted: What the host did before submitting it."""
         tasks, end = self.played.tasks, self.played.end
         before = next((i for i in range(index - 1, -1, -1) if tasks[i].lane == tasks[index].lane), None)
         first = (*submitted, *([] if before is None else [before]))

@@ -179,7 +179,7 @@ class _Part(NamedTuple):
     name: str
     seconds: float
     is_submitted: bool
-    """Whether submitting it takes the host time: it is a visit, and the host runs ahead of compute."""
+    """Whether the host takes time to submit it: it is a visit, the host runs ahead of compute, and visits cost time."""
     launch_s: float
     uses_activations: bool
 
@@ -191,7 +191,7 @@ class _Laying:
         self._pace, self._rates = pace, rates
         self.laid = Laid([], [], [])
         self.submitted: list[tuple[int, ...]] = []
-        """Tasks that the host did last before it submitted each task."""
+        """For each task, what the host did last before it submitted it: one task, or none."""
         self._begin, self._end = 0, -1
         self._did: tuple[int, ...] = ()
         self._known: dict[tuple[object, ...], _Part] = {}
@@ -210,7 +210,7 @@ class _Laying:
                 did = (len(tasks),)
                 tasks.append(Task(HOST, f"submit {name}", host_visit_s, 0, ()))
             after = tuple([places[begin + i] for i in comes_after if begin + i >= 0])
-            if uses_activations:  # the backward begun before computes once they are there
+            if uses_activations:  # the backward begun before it computes only when they are there
                 begun = tasks[end]
                 tasks[end], name, seconds = begun._replace(seconds=0.0), begun.name, begun.seconds
             place = len(tasks)

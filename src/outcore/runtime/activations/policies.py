@@ -282,7 +282,7 @@ class Remember:
 class SendAway(Policy):
     """Sends what is saved off the device. A call that does not fit its home is recomputed.
 
-    Once that is known of arguments of given shapes, calls with such arguments send these alone, if they fit.
+    Once that is known of arguments of given shapes, calls with such arguments send the arguments alone, if they fit.
     """
 
     keeps_all, has_kinds = False, True

@@ -51,7 +51,7 @@ class Form:
 
 
 class GoneTensor(torch.Tensor):
-    """An argument inside of a block whose memory has left. Only its metadata can be read."""
+    """An argument inside of a block, after its memory has left. Only its metadata can be read."""
 
     of_unit: ClassVar[str]
 
@@ -103,7 +103,7 @@ def drop_saved(where: str) -> Any:
 
 
 def save_weights_by_place(unit: Unit, where: str) -> Any:
-    """Return hooks under which a weight in a slot is saved as its place: in backward the slot holds another unit."""
+    """Return hooks under which a weight in a slot is saved as its place: the slot may hold another unit by then."""
     if unit.ledger.cut.is_resident or unit.device_buffer() is None:
         return nullcontext()
     return hooks_on_saved(unit, *by_place(unit, where))
@@ -165,7 +165,7 @@ def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Calla
             tensor = tensor.resolve_neg()
         try:
             address = tensor.data_ptr()
-        except (NotImplementedError, RuntimeError):  # it has no memory of its own, as a sparse tensor
+        except (NotImplementedError, RuntimeError):  # it has no memory of its own, such as a sparse tensor
             address = 0
         if address in slot:
             return Placed(tensor, address - slot.start)

@@ -142,9 +142,9 @@ def _add(handle: GradHandle, more: torch.Tensor, *, alpha: float = 1) -> GradHan
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Unscale gradients, and look for infinities in those that no finite norm proves to be finite.
 
-    The host waits for the device once at most. A power of two multiplies a gradient's norm to the bit: partial sums of
-    squares that are so tiny that they round do not count beside a norm of ``_LEAST_NORM``. The host keeps what it
-    learns of ``found_inf`` for the step.
+    The host waits for the device once at most. If a gradient is multiplied by a power of two, so is its norm, to the
+    bit: partial sums of squares that are so tiny that they round do not count beside a norm of ``_LEAST_NORM``. The
+    host keeps what it learns of ``found_inf`` for the step.
     """
     plain = [g for g in gradients if not isinstance(g, GradHandle)]
     if plain:

@@ -57,7 +57,7 @@ class PassWork:
         return sum(grad.nbytes for grad in self._current.loose.values())
 
     def leave(self, target: Span) -> Callable[[], None]:
-        """Return the copy to host memory, in native form."""
+        """Return the deed that copies the pass to host memory, in native form."""
         unit, buffer, bucket = self._unit, target.memory, self._unit.ledger.bucket
         if bucket is not None:
             copies = [(buffer.bytes, bucket.slot.span(target.nbytes).memory.bytes)]
@@ -89,7 +89,7 @@ class PassWork:
         self._gradients.is_native = False
 
     def add_on_host(self, landing: Span, target: Span) -> Callable[[], None]:
-        """Return the work that adds what landed to what is at home. Pending factors are applied to the latter first."""
+        """Return the deed that adds what landed to what is at home. Pending factors are applied to the latter first."""
         unit, held, present = self._unit, self._held, self._current.present
         was_native, self._gradients.is_native = self._gradients.is_native, False
         factors = {i: [f.to("cpu") for f in held[i].factors] for i in present if i in held}

@@ -216,7 +216,7 @@ class Gradients:
     def break_off(self) -> None:
         """End the pass after an exception. Units that it was at lose their gradients: all may be incomplete.
 
-        A plain loop keeps those that were complete. Inside of a block it is not known afterwards which ones these were.
+        A plain loop keeps those that were there. For gradients made inside of a block it is not known which these were.
         """
         with self._breaking_off:
             self._recovery.is_due = True
@@ -283,7 +283,7 @@ class Gradients:
             self.on_last(gradients)
 
     def _take_over(self, unit: Unit, current: Pass) -> None:
-        """Order compute behind what made the gradients: autograd does not, if it has none to give to the hook.
+        """Order compute behind what made the gradients: autograd does not, if it gives the hook no gradient.
 
         The hook that closes a pass then runs on the stream on which the parameter was first used.
         """

@@ -26,7 +26,7 @@ CompileOptions = bool | Mapping[str, Any]
 
 _KNOWN: Final = frozenset(inspect.signature(torch.compile).parameters) - {"model"}
 _BY_ADDRESS = ("reduce-overhead", "max-autotune")
-_MOST_SAID = 200  # characters quoted of an error of torch's: some list all that torch knows
+_MOST_SAID = 200  # characters quoted of torch's error: some errors list all that torch knows
 
 
 class Compiling:

@@ -25,7 +25,7 @@ class OwnAutocastCache:
     """A cache of casts for one run of a unit. A weight that the unit uses twice is cast once, as in a plain loop.
 
     So the gradients of both uses are added in the lower precision, before they are cast back. Autocast has one cache
-    for all, which is emptied before and after the run: cached casts of other weights are made again.
+    for all units. It is emptied before and after the run, so cached casts of other weights are made again.
     """
 
     def __init__(self, *, is_on: bool) -> None:

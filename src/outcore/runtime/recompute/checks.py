@@ -25,7 +25,7 @@ from outcore.runtime.recompute.structure import Structure, plain_values
 FIRST_CALLS = 8
 _EVERY = 64
 _MOST_FORMS = 256
-_ROUNDING = 1e-2  # relative to a result's norm: more than the difference between kernels that add in another order
+_ROUNDING = 1e-2  # relative to a result's norm: more than kernels that add in another order can differ by
 _WIDTH = 512  # columns of the table that a result is laid out in
 _NUM_SKETCHES = 4  # for rows and for columns: 16 numbers, whose mean square estimates that of the norm
 _MIX = 0x5851F42D4C957F2D

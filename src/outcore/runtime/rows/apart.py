@@ -17,7 +17,7 @@ from outcore.runtime.recompute.structure import Structure, take_apart
 
 
 class Apart:
-    """Whether the rows of one module are apart.
+    """Checks whether the rows of one module are apart.
 
     It refuses layers that mix rows, batches whose rows do not lie in the first dimension, and arguments that have as
     many elements there as there are rows, but no rows. Two rows run alone: first as they are, then with other values in

@@ -85,7 +85,7 @@ class Tiers:
         return self._arenas[_arena_of(item)].take(item.nbytes * item.num_sharers)
 
     def settle(self) -> None:
-        """Touch all pages that are still untouched, and pin host memory. Call this when first values are written."""
+        """Touch all pages that are still untouched, and pin host memory. Call it once first values were written."""
         self._device.touch_memory()
         if self._host is not None:
             self._host.touch()

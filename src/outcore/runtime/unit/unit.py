@@ -172,7 +172,7 @@ class Presence:
         self.now = self._visible  # last, so that after an interruption the parameters are shown again
 
     def hide(self, *, device: torch.device | None = None) -> None:
-        """Make reading the parameters raise. With ``device`` a NaN there replaces their bytes; else these stay."""
+        """Make the parameters absent. With ``device`` they become views of a NaN there; else their bytes stay."""
         self._check(Beneath.ABSENT)
         self.now, self.bound, self.is_withdrawn = Beneath.ABSENT, None, False
         if device is not None:

@@ -1,7 +1,7 @@
 """Early updates: they run inside backward, and are kept if ``step()`` asks for the same update.
 
-[Note: early updates] When the last promised gradient of a unit is home, its update starts at once, behind the rest of
-backward instead of behind the next forward. It takes the settings that the param groups have now, and no factor. It
+[Note: early updates] When the last promised gradient of a unit is home, its update starts at once, beside the rest of
+backward instead of beside the next forward. It takes the settings that the param groups have now, and no factor. It
 works *out of place*: from the homes of states and weights into a second pair of homes. ``step()`` compares what it was
 asked to do with what was done. If both are the same, the homes change places; weights that live on the device or on
 disk are sent there. They differ if gradients were clipped, scaled or dropped, if a setting changed, or if anything else

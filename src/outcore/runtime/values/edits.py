@@ -96,7 +96,7 @@ class OwnEdits:
         return changed
 
     def write_home(self, changed: dict[int, torch.Tensor]) -> None:
-        """Write what ``end`` returned to the home. Call it when the unit is not bound any more."""
+        """Write the values that ``end`` returned to their home. Call it when the unit is not bound any more."""
         for i, value in changed.items():
             self._access.write_weight(self._unit, i, value)
 

@@ -171,7 +171,7 @@ def _refuse_watched(place: Place) -> None:
 
 
 def _leave_meta(param: torch.Tensor, device: torch.device) -> None:
-    # ``param.data = ...`` raises here: a storage cannot be replaced by one on such a different device.
+    # ``param.data = ...`` raises here: a storage on meta cannot be replaced by one on another device.
     empty = nothing(param.dtype, device).as_strided(param.shape, (0,) * param.ndim)
     kind = type(param) if is_quantized(param) else Parameter
     stand_in = subclassed(kind, empty, param.requires_grad)

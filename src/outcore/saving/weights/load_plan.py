@@ -74,7 +74,7 @@ class LoadPlan:
         parts = self._packed.read(group)
         for end, value in parts.items():
             for inner in tensors_in(value):
-                if inner.dtype.itemsize > 1:  # bytes alone are codes, not values
+                if inner.dtype.itemsize > 1:  # elements of one byte are codes, not values
                     self._refuse_infinite(f"{name}.{end}", inner)
         return parts
 

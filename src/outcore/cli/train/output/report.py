@@ -27,7 +27,7 @@ from outcore.runtime.module.timing import timing
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.plan import Tier
 
-# Names in a Trainer's logs whose values are written otherwise: renamed, not counted over the whole run, or per lane.
+# Names in a Trainer's logs whose values are written in another form: renamed, per step instead of per run, or by lane.
 _ELSEWHERE = ("learning_rate", "num_tokens", "moved_bytes", "exposed_s", "epoch")
 
 
