@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import pytest
 import typer
 
 from outcore.cli import main as cli
+from outcore.cli.train.output.notices import notices
 from outcore.core.errors import ConfigError, DiskError, PlanInfeasibleError
 
 
@@ -239,3 +241,14 @@ def test_one_of_several_ranks(command, job, said, tmp_path, monkeypatch):
     assert said in outcome.err
     assert len(outcome.err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["torchao", "bitsandbytes", "torch.utils._pytree"])
+def test_libraries_that_tell_of_themselves_are_not_heard(name: str, capsys: pytest.CaptureFixture[str]):
+    """They warn on import, whatever the command does."""
+    log = logging.getLogger(name)
+    with notices():
+        log.warning("a kernel is not for this machine")
+        logging.getLogger("transformers").warning("this is heard")
+    assert capsys.readouterr().err == "note: this is heard\n"
+    assert log.getEffectiveLevel() <= logging.WARNING

@@ -64,9 +64,13 @@ def demo(
     """Train a small Llama on Python's own source over all three tiers, and compare with the plain loop."""
     refuse_missing("transformers")
     # Imported here: torch takes seconds, and --help needs none of it.
-    from outcore.cli.demo.demo import run_demo
+    from outcore.cli.train.output.notices import notices
 
-    if not run_demo(steps=steps, device=device, folder=folder, fit=fit):
+    with notices():
+        from outcore.cli.demo.demo import run_demo  # within notices(): its libraries print while they are imported
+
+        equal = run_demo(steps=steps, device=device, folder=folder, fit=fit)
+    if not equal:
         raise typer.Exit(1)
 
 

@@ -20,11 +20,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from outcore.optim.rule import LAST_STEP
 from outcore.optim.rules import AdagradHyper, AdamHyper, SgdHyper
 
 FusedHyper = AdamHyper | SgdHyper | AdagradHyper
 """Settings of the optimizers that have a fused kernel."""
-_LAST_STEP = 2**24  # torch counts steps in fp32 by adding 1, which changes nothing from here on
 _CHECKED_NUMELS = (199, 64, 1)  # a vector body with a scalar tail, a body alone, a tail alone
 _CHANGED = (AttributeError, TypeError, ValueError, RuntimeError)  # errors of a missing or changed private name
 
@@ -56,7 +56,7 @@ class FusedStep:
 
 
 def _count(step: int, device: torch.device) -> Tensor:
-    return torch.full((), min(step, _LAST_STEP), dtype=torch.float32, device=device)
+    return torch.full((), min(step, LAST_STEP), dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=64)  # shared by all blocks of a step; not on a device, where readers must wait until it is written

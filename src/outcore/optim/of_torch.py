@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from outcore.optim.rule import Settings, State
+from outcore.optim.rule import LAST_STEP, Settings, State
 
-_LAST_STEP = 2**24  # torch counts steps in fp32 by adding 1, which changes nothing from here on
 _States = Mapping[str, Tensor]
 _Call = Callable[[Tensor, Tensor, _States, int, Settings], None]
 
@@ -89,7 +88,7 @@ def _function(module: str, name: str) -> Callable[..., None]:
 
 def _before(step: int) -> list[Tensor]:
     """Return the step count before this step, to which torch adds one."""
-    return [torch.tensor(float(min(step, _LAST_STEP) - 1), dtype=torch.float32, device="cpu")]
+    return [torch.tensor(float(min(step, LAST_STEP) - 1), dtype=torch.float32, device="cpu")]
 
 
 def _taken(settings: Settings, *names: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from outcore.core.errors import ConfigError
 from outcore.spec.layout import CODES
 from outcore.spec.model import STORED_DTYPES
 
+LAST_STEP = 2**24  # torch counts steps in fp32 by adding 1, which changes nothing from here on
 Settings = Mapping[str, Any]
 """Settings of a param group as plain numbers, by name."""
 

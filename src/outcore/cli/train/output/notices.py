@@ -14,7 +14,8 @@ from typing import Any, final
 from outcore.cli.terminal import say
 
 LIBRARIES = ("transformers", "trl", "datasets", "accelerate", "peft", "huggingface_hub")
-_TALKATIVE = "bitsandbytes"  # it warns of kernels that are not installed, and of casts that it makes
+# They warn of kernels that are not installed or not for this machine, of casts, and of what torchao tells torch.
+_TALKATIVE = ("bitsandbytes", "torchao", "torch.utils._pytree")
 _LONGEST = 400  # characters of a notice; some libraries write pages
 
 
@@ -28,9 +29,10 @@ def notices(*, are_shown: bool = True) -> Iterator[None]:
 
     transformers_logging.disable_progress_bar()
     handler = _Once(are_shown=are_shown)
-    loggers, talkative = [logging.getLogger(name) for name in LIBRARIES], logging.getLogger(_TALKATIVE)
-    before = [(log, log.level, log.handlers, log.propagate) for log in (*loggers, talkative)]
-    talkative.setLevel(logging.ERROR)
+    loggers, talkative = (list(map(logging.getLogger, names)) for names in (LIBRARIES, _TALKATIVE))
+    before = [(log, log.level, log.handlers, log.propagate) for log in (*loggers, *talkative)]
+    for log in talkative:
+        log.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("always")  # the handler drops what was said already
         warnings.simplefilter("ignore", DeprecationWarning)  # meant for the authors of libraries
