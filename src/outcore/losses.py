@@ -277,7 +277,11 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.grads = [torch.zeros_like(t) if w else None for t, w in zip(tensors, wanted, strict=True)]
         keeps = target != ignored
         total = torch.zeros((), device=device)
-        scale = keeps.sum().reciprocal() if is_mean else torch.ones((), device=device)
+        one = torch.ones((), device=device)
+        scale = keeps.sum().reciprocal() if is_mean else one
+        # In fp16 the mean's small factor waits for backward, which brings that of a GradScaler: before it, gradients
+        # would vanish.
+        now, ctx.later = (one, scale) if hidden.dtype == torch.float16 else (scale, one)
         rows = max(_ROWS, -(-len(hidden) // _MOST_CHUNKS))
         with torch.autocast(device.type, enabled=False):
             for part in (slice(start, start + rows) for start in range(0, len(hidden), rows)):
@@ -286,7 +290,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 total += _losses_of_rows(logits, chosen).masked_fill_(left_out, 0).sum()
                 if any(wanted):
                     logits.scatter_(1, chosen, logits.gather(1, chosen) - 1)
-                    of_logits = logits.mul_(scale).masked_fill_(left_out, 0).to(hidden.dtype)
+                    of_logits = logits.mul_(now).masked_fill_(left_out, 0).to(hidden.dtype)
                     _add_gradients(ctx.grads, of_logits, tensors, part)
                     del of_logits
                 del logits  # before the next rows are computed
@@ -302,7 +306,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 "expected one backward through the chunked loss, which uses up the gradients that its forward made, "
                 "but it is the second; run forward again"
             )
-        return (None, None, None, None, *[None if g is None else g.mul_(grad) for g in grads])
+        return (None, None, None, None, *[None if g is None else g.mul_(grad * ctx.later) for g in grads])
 
 
 def _losses_of_rows(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -81,9 +81,9 @@ def test_what_there_is_room_to_keep_is_kept(command: Run, config_json: Path, tex
 
 def test_a_machine_that_is_none_is_one_message(command: Run, config_json: Path, text: Path, tmp_path: Path):
     damaged = tmp_path / "hardware.json"
-    damaged.write_text(known_hardware("h100").to_json().replace('"version": 1', '"version": 99'))
+    damaged.write_text(known_hardware("h100").to_json().replace('"version": 2', '"version": 99'))
     files = ("--model", config_json, "--data", text, "--out", tmp_path / "run")
     done = command("train", *files, "--device-memory", "260KiB", "--hardware", damaged)
     assert (done.status, done.out.count("Traceback")) == (2, 0)
-    assert "expected version 1, but got 99" in done.err
+    assert "expected version 2, but got 99" in done.err
     assert not (tmp_path / "run").exists()

@@ -211,7 +211,7 @@ def test_parts_of_two_checkpoints(checkpoints, tmp_path):
     mixed = tmp_path / "mixed"
     shutil.copytree(checkpoints / "checkpoint-4", mixed)
     shutil.copy(checkpoints / "checkpoint-2" / "optimizer.safetensors", mixed)
-    with pytest.raises(outcore.ConfigError, match="as it was saved, but of 'optimizer.safetensors' "):
+    with pytest.raises(outcore.ConfigError, match="as it was saved, but .* of 'optimizer.safetensors' at byte 0"):
         resume(mixed, tmp_path)
     (mixed / "manifest.json").unlink()
     with pytest.raises(

@@ -125,6 +125,23 @@ def test_half_precision(how: str):
     agree(want, got, 2e-5, 2e-2)
 
 
+def test_in_fp16_gradients_do_not_vanish_before_the_loss_is_scaled():
+    """A mean over many tokens of many words: each word's share is far below what fp16 can hold."""
+    torch.manual_seed(0)
+    tokens, words, width, scale = 512, 8192, 16, 2.0**16
+    hidden, weight = torch.randn(tokens, width), 0.1 * torch.randn(words, width)
+    target = torch.randint(words, (tokens,))
+    found = {}
+    for dtype in (torch.float32, torch.float16):
+        pair = [t.to(dtype).detach().clone().requires_grad_() for t in (hidden, weight)]
+        loss = losses._ChunkedLoss.apply(target, -100, True, True, *pair)
+        (scale * loss).backward()
+        found[dtype] = [t.grad.float() for t in pair]
+    for exact, half in zip(*found.values(), strict=True):
+        assert (half - exact).norm() <= 5e-3 * exact.norm()
+        assert int((half == 0).sum()) <= int((exact == 0).sum()) + half.numel() // 100
+
+
 def test_without_labels_nothing_changes():
     model, twin = make("gpt2").eval(), losses.chunked(make("gpt2")).eval()
     ids = batch()["input_ids"]

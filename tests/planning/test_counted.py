@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from outcore.core.errors import ConfigError
+from outcore.planning.forward.alike import kind_of
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.profile import UnitWork, rates_for, unit_work
@@ -147,3 +148,33 @@ def test_a_model_that_needs_values_says_so():
 
     with pytest.raises(ConfigError, match="sample: expected keyword arguments with which the model runs on shapes"):
         counted(Choosy(), ids=torch.zeros(3, 7, dtype=torch.long, device="cpu"))
+
+
+def test_blocks_that_repeat_something_more_often_are_not_the_same():
+    """Equal parameters and arguments, but an attribute says how often; the number of a layer says nothing."""
+
+    class Repeats(nn.Module):
+        def __init__(self, times: int, layer_idx: int) -> None:
+            super().__init__()
+            self.linear, self.times, self.layer_idx = nn.Linear(16, 16), times, layer_idx
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.times):
+                x = self.linear(x)
+            return x
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Repeats(times, i) for i, times in enumerate((1, 5, 1)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.sum()
+
+    found = counted(Tower(), x=torch.empty(BATCH, 16, device="meta"))
+    flops = [found[f"blocks.{i}"].product_flops for i in range(3)]
+    assert flops == [2 * BATCH * 16 * 16 * times for times in (1, 5, 1)]
+    blocks = Tower().blocks
+    assert len({kind_of(block, [], None) for block in blocks}) == 2

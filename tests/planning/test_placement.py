@@ -3,14 +3,20 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES
+from outcore.optim.joined import as_one
+from outcore.optim.rules import rule_for
 from outcore.planning.homes.check import check_plan
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.reservations import reservations, tier_bytes
+from outcore.planning.search.candidates import ALL_DISK, ALL_HOST, Choice
+from outcore.planning.units.partition import partition
 from outcore.spec.budget import Limits
 from outcore.spec.plan import TIERS, Plan
 
@@ -262,3 +268,20 @@ def test_message_names_need_budget_and_consumers():
         "or raise one tier and leave the others as they are:\n"
         f"device  device={caught.value.raise_one_to['device']}  30.89 MiB"
     )
+
+
+def test_the_least_suffices_where_blocks_of_one_size_have_rules_of_different_needs():
+    """Momentum over some equal blocks, Muon, which needs whole parameters, over the others."""
+    blocks = nn.ModuleList(nn.Linear(128, 256, bias=False) for _ in range(4))
+    weights = [block.weight for block in blocks]
+    optimizers = [torch.optim.SGD(weights[:2], lr=0.1, momentum=0.9), torch.optim.Muon(weights[2:], lr=0.1)]
+    spec = partition(blocks, units=["*"], keeps=rule_for(*optimizers).kept(as_one(optimizers).param_groups)).spec
+    none = Limits(device_bytes=1000, host_bytes=1000, disk_bytes=10**9)
+    with pytest.raises(PlanInfeasibleError) as refusal:
+        place(spec, none)
+    least = refusal.value.required_bytes
+    limits = Limits(device_bytes=least["device"], host_bytes=least["host"], disk_bytes=least["disk"])
+    check_plan(spec, place(spec, limits), limits)
+    choice = Choice(spec, policy="recompute", accumulation_steps=None, may_be_early=False)
+    for kind in (ALL_HOST, ALL_DISK):
+        check_plan(spec, choice.plan(choice.uniform(kind)), as_limits(dict.fromkeys(TIERS, PLENTY)))

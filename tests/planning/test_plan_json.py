@@ -145,3 +145,6 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_a_place_that_cannot_be_written(tmp_path):
     with pytest.raises(ConfigError, match="expected a path to write to"):
         PLAN.save(tmp_path / "absent" / "plan.json")
+    with pytest.raises(ConfigError, match="expected a path to write to"):
+        PLAN.save(tmp_path)
+    assert not tmp_path.with_name(f"{tmp_path.name}.partial").exists()

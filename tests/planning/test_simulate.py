@@ -147,6 +147,11 @@ def test_the_cores_are_shared_as_measured():
     assert compute > update
 
 
+def test_a_link_that_costs_compute_nothing_still_loses_its_own_part():
+    rates = dataclasses.replace(FREE, beside_compute={"h2d": (1.0, 0.5)})
+    assert ends(rates, ("compute", 4.0, ()), ("h2d", 1.0, ()))[1] == pytest.approx(2.0, rel=1e-4)
+
+
 @pytest.mark.parametrize("kept", [(0.0, 0.0), (1e-9, 1.0), (1.0, 1e-9)])
 def test_noise_stops_no_link(kept):
     rates = dataclasses.replace(FREE, beside_compute={"update": kept})

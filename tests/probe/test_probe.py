@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from outcore.cli.probe import probe
-from outcore.core.errors import DiskError, OutcoreError
+from outcore.core.errors import ConfigError, DiskError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.device.opening import open_device
 from outcore.forecast import hardware_for
@@ -86,10 +86,26 @@ class TestLoads:
                 time.sleep(0.01)  # longer than a busy machine needs to wake a thread
 
         loads = [Load("update", 2.0, turn), Load("compute", 1.0, turn, is_compute=True)]
-        alone = speeds(loads[:1], 0.2)["update"]
-        together = speeds(loads, 0.4)
-        assert alone < 200
-        assert sum((together["update"] / alone, 2 * together["compute"] / alone)) < 1.5
+        sums = []
+        for _ in range(5):  # other programs may slow either down for a while
+            alone, together = speeds(loads[:1], 0.2)["update"], speeds(loads, 0.4)
+            assert alone < 200
+            sums.append(together["update"] / alone + 2 * together["compute"] / alone)
+        assert sorted(sums)[1] < 1.5, sums
+
+    def test_a_thread_that_cannot_start_ends_all_of_them(self, monkeypatch):
+        start, started = threading.Thread.start, []
+
+        def only_one(thread: threading.Thread) -> None:
+            if started:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", only_one)
+        with pytest.raises(RuntimeError, match="can't start"):
+            speeds([Load("h2d", 1.0, lambda: time.sleep(0.001)), Load("d2h", 1.0, lambda: None)], 0.01)
+        assert not started[0].is_alive()
 
     def test_an_error_ends_all_of_them(self):
         def fail() -> None:
@@ -264,11 +280,13 @@ def test_the_command_says_and_writes(tmp_path):
         ({"disks": [Path("/nowhere")]}, "--disk-dir: expected a folder that is there, but got '/nowhere'"),
         ({"disks": [Path("/dev/shm")]}, "--disk-dir: disk path '/dev/shm': expected a drive"),
         ({"out": Path("/nowhere/hardware.json")}, "--out: expected a file in a folder that is there"),
+        ({"out": Path("/tmp")}, "--out: expected a file in a folder that is there"),
         ({"device": "tpu"}, "device: expected 'cpu' or 'cuda'"),
+        ({"device": "meta"}, "device: expected 'cpu' or 'cuda'"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(options, message):
-    with pytest.raises(OutcoreError, match=message):
+    with pytest.raises(ConfigError, match=message):
         probe(**({"disks": [], "device": DEVICE, "out": None} | options))
 
 

@@ -20,7 +20,7 @@ def launch(
     arguments: Sequence[str] = (),
     *,
     timeout_s: float = 60.0,
-    limit_s: float = 250.0,
+    limit_s: float = 800.0,
     is_fresh: bool = False,
     **environment: str,
 ) -> list[str]:
@@ -43,7 +43,7 @@ def launch_and_wait(
     arguments: Sequence[str] = (),
     *,
     timeout_s: float,
-    limit_s: float = 250.0,
+    limit_s: float = 800.0,
     is_fresh: bool = False,
     **environment: str,
 ) -> list[tuple[int, str, str]]:

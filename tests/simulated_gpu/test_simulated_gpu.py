@@ -76,7 +76,7 @@ RUNS = {
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1500),
 ]
 
 
@@ -112,7 +112,7 @@ def _suite_of(run: list[Any]) -> CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=590,
+        timeout=1490,
     )
 
 

@@ -81,14 +81,18 @@ def _run(loads: Sequence[Load], window_s: float) -> list[_Run]:
         return any(run.error for run in runs) or (is_late and all(len(run.turns) >= _LEAST_TURNS for run in runs))
 
     with ExitStack() as threads:
-        for run in runs:
-            if not run.load.is_compute:
-                thread = threading.Thread(target=partial(run.go, is_over), name=f"outcore-probe-{run.load.link}")
-                thread.start()
-                threads.callback(thread.join)
-        for run in runs:
-            if run.load.is_compute:
-                run.go(is_over)
+        try:
+            for run in runs:
+                if not run.load.is_compute:
+                    thread = threading.Thread(target=partial(run.go, is_over), name=f"outcore-probe-{run.load.link}")
+                    thread.start()
+                    threads.callback(thread.join)
+            for run in runs:
+                if run.load.is_compute:
+                    run.go(is_over)
+        except BaseException as error:  # a thread cannot be started: those that were wait for its turns
+            runs[0].error = error
+            raise
     for run in runs:
         if run.error is not None:
             raise run.error

@@ -14,6 +14,8 @@ from torch import nn
 from outcore.torch_private import pytree
 
 _OWN = "_is_of_one_run"
+_NUMBERS = ("idx", "index", "id", "number", "depth")
+"""How names of attributes end in which a layer has its own number."""
 
 
 def is_cache(value: Any) -> bool:
@@ -76,8 +78,24 @@ def arguments_of(
 
 
 def kind_of(module: nn.Module, leaves: Sequence[Any], form: Any) -> Hashable:
-    """Return a key that is equal for calls that do the same. Args: leaves, form: From ``arguments_of``."""
-    return type(module), module.training, *map(_shape, module.parameters()), *map(_shape, leaves), str(form)
+    """Return a key that is equal for calls that do the same.
+
+    Whole numbers and switches among the attributes of modules count, such as a window of attention. The number of a
+    layer does not, nor do other numbers, such as a rate of dropout.
+
+    Args:
+        module: That is called.
+        leaves: Parts of the arguments, from ``arguments_of``.
+        form: The form of the arguments, from there, too.
+    """
+    settings = [
+        (name, value)
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if type(value) in (bool, int) and not name.startswith("_") and not name.endswith(_NUMBERS)
+    ]
+    shapes = (*map(_shape, module.parameters()), *map(_shape, leaves))
+    return type(module), module.training, *settings, *shapes, str(form)
 
 
 def _shape(value: Any) -> Any:

@@ -168,7 +168,7 @@ class _Search:
         self.accumulation_steps = accumulation_steps
         self.num_units = len(model.units)
         # Equal units are counted, not listed: 100 equal layers cost as much as one.
-        shapes = [_shape(unit, model) for unit in model.units]
+        shapes = [shape_of(unit, model) for unit in model.units]
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
         self._alike = [first[shape] for shape in shapes]
         self._ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(self._alike)))
@@ -352,12 +352,13 @@ class _Search:
         return shared(plan, self.model.sharing)
 
 
-def _shape(unit: UnitSpec, model: ModelSpec) -> Hashable:
+def shape_of(unit: UnitSpec, model: ModelSpec) -> Hashable:
     """Return what a unit's bytes depend on, besides its homes."""
     states = lay_out_states(unit, ("master", *model.state_names)).values()
     nbytes = (unit.weight_bytes, unit.trainable_bytes, unit.update_bytes, unit.buffer_bytes)
     compact = [param.numel for param in unit.trainable if param.master_format == "compact"]
-    return *nbytes, *(state.nbytes for state in states), *compact, not unit.name
+    rules = frozenset((param.temporary_bytes, param.is_whole, param.draws_noise) for param in unit.trainable)
+    return *nbytes, *(state.nbytes for state in states), *compact, rules, not unit.name
 
 
 def _infeasible(search: _Search, policy: Policy) -> PlanInfeasibleError:

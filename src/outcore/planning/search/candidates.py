@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
+from outcore.planning.homes.placement import shape_of
 from outcore.planning.homes.pools import Comfort, Need, Needs, build_pools, needs_of
 from outcore.planning.homes.reservations import can_be_early, tier_bytes
 from outcore.planning.homes.sending import Away
@@ -116,7 +117,7 @@ class Choice:
         self._accumulation_steps, self._may_be_early = accumulation_steps, may_be_early
         # Equal units are worked out once: plans of hundreds of units are made again and again.
         self._unit = functools.cache(self._write_unit)
-        shapes = [(u.weight_bytes, u.trainable_bytes, u.update_bytes, u.buffer_bytes, not u.name) for u in model.units]
+        shapes = [shape_of(unit, model) for unit in model.units]
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
         self._alike = [first[shape] for shape in shapes]
         self._footprint = functools.cache(self._measure)

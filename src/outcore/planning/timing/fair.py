@@ -22,8 +22,9 @@ from outcore.spec.timeline import LANES
 
 _NONE, _MOST = len(LINKS), len(LANES) + 1
 _COMPUTE = LINKS.index("compute")
-_LEAST_KEPT = 0.05
-"""Part of its speed that compute, or a link beside it, keeps at least, whatever noise made of a measurement."""
+_LEAST_KEPT, _MOST_KEPT = 0.05, 1 - 1e-6
+"""Parts of its speed that compute, or a link beside it, keeps, whatever noise made of a measurement: with 1 for compute
+a link would take nothing of the cores, and its own loss would not count."""
 _NUMBERS = {lane: LINKS.index(link) for lane, link in LINK_OF.items()}
 ONE = (*(_MOST**i for i in range(_NONE)), 0)
 """Link number -> one operation on that link, as a number whose digits count operations by link; 0 without a link."""
@@ -53,7 +54,7 @@ class Fair(dict[int, Sequence[float]]):
         self._steps = [1.0 / first for first in firsts]  # so all take equal amounts of the first thing they share
         cores, self._steps_beside = [1.0, *[0.0] * (len(LINKS) - 1)], [1.0, *self._steps[1:]]
         for link, kept in rates.beside_compute.items():
-            i, (compute, own) = LINKS.index(link), (min(max(part, _LEAST_KEPT), 1.0) for part in kept)
+            i, (compute, own) = LINKS.index(link), (min(max(part, _LEAST_KEPT), _MOST_KEPT) for part in kept)
             cores[i], self._steps_beside[i] = (1 - compute) / own, own / compute
         self._rooms_beside = [*self._rooms, _Room(tuple(cores))] if rates.beside_compute else []
 
