@@ -140,6 +140,15 @@ def test_rows_of_our_own_stay_as_they_are(tmp_path):
         (PREFERENCES, {"prompt": "p", "chosen": "a", "rejected": None}, "a value for 'rejected', but it is null"),
         (FINE_TUNING, {"conversations": [said("human", None)]}, "expected 'content' to be a string, but got null"),
         (FINE_TUNING, {"conversations": "hi"}, "expected 'text', or 'prompt' and 'completion', or 'messages'"),
+        (FINE_TUNING, {"conversations": [{"from": ["human"], "value": "hi"}]}, "expected 'role' to be a name such as"),
+        (FINE_TUNING, {"instruction": "u", "input": 5, "output": "a"}, "'input' to be a string, but got a number"),
+        (FINE_TUNING, {"instruction": "u", "input": ["1"], "output": "a"}, "'input' to be a string, but got a list"),
+        (
+            PREFERENCES,
+            {"chosen": ASSISTANT, "rejected": SYSTEM},
+            "'chosen' to be a string or a list of messages, but got",
+        ),
+        (PREFERENCES, {"chosen": 1, "rejected": 2}, "'chosen' to be a string or a list of messages, but got a number"),
         (FINE_TUNING, {"instruction": "u"}, "expected 'text', or 'prompt' and 'completion', or 'messages'"),
     ],
 )

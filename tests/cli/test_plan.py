@@ -351,6 +351,8 @@ def test_optimizers_whose_parameters_ranks_cut_elsewhere_or_not_at_all(command: 
         (("--hardware", "h100", "--optim", "galore_adamw"), "--optim: expected one of adamw_torch_fused, adamw_torch,"),
         (("--hardware", "h100", "--seq-len", "1000000000"), "expected at most 67,108,864 tokens in a micro-batch"),
         (("--hardware", "h100", "--grad-accum", "100000"), "--grad-accum: expected at most 1,024 micro-batches"),
+        (("--hardware", "h100", "--lora", "100000000"), "--lora: expected a rank of at most 260"),
+        (("--hardware", "h100", "--model", "~nobody-here"), "--model '~nobody-here': expected"),
         (("--hardware", "h100", "--nodes", "10000000"), "--nodes, --gpus-per-node: expected at most 16,384 ranks"),
     ],
 )
@@ -360,6 +362,30 @@ def test_bad_input_is_one_message(command: Run, config_json: Path, options: tupl
     assert message in done.err
     assert "Traceback" not in done.err
     assert done.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--out", "missing/plan.json"),
+            "--out: expected a file in a folder that is there, but got 'missing/plan.json'",
+        ),
+        (("--html", "missing/plan.html"), "--html: expected a file in a folder that is there, but got"),
+        (("--out", "."), "--out: expected a file in a folder that is there, but got '.'"),
+        (("--html", "."), "--html: expected a file in a folder that is there, but got '.'"),
+        (("--out", "same", "--html", "./same"), "--html: expected another file than --out, but got 'same' for both"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_search(
+    command: Run, config_json: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
+):
+    monkeypatch.chdir(config_json.parent)
+    monkeypatch.setattr(planning, "answer", lambda *_: pytest.fail("it was planned"))
+    done = command("plan", "--model", config_json, "--hardware", "h100", *options)
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err
+    assert [p.name for p in config_json.parent.iterdir()] == ["config.json"]
 
 
 def test_damaged_hardware_and_unknown_models(command: Run, config_json: Path, tmp_path: Path):

@@ -272,6 +272,8 @@ class TestValues:
             ({"steps": 2.5}, ["--steps", "a valid integer", "got 2.5"]),
             ({"steps": True}, ["--steps", "a valid integer", "got true"]),
             ({"steps": 10**40}, ["--steps", "a number less than", "bits"]),
+            ({"steps": "010"}, ["--steps", "a valid integer", "got '010'"]),
+            ({"grace": "2:00"}, ["--grace", "a valid number", "got '2:00'"]),
             ({"epochs": 0.0}, ["--epochs: expected a number greater than 0, but got 0.0"]),
             ({"epochs": float("nan")}, ["--epochs: expected a finite number, but got nan"]),
             ({"epochs": float("inf")}, ["--epochs: expected a finite number, but got inf"]),
@@ -328,6 +330,9 @@ class TestValues:
             ("steps: 1.5\n", ["a valid integer", "1.5"]),
             ("steps: '12x'\n", ["a valid integer", "'12x'"]),
             ("steps: 2024-01-01\n", ["a valid integer", "got '2024-01-01'"]),
+            ("steps: 010\n", ["a valid integer", "got '010'"]),  # YAML 1.1: octal, 8
+            ("lr: 1:30\n", ["a valid number", "got '1:30'"]),  # YAML 1.1: sexagesimal, 90
+            ("lr: 1:30.5\n", ["a valid number", "got '1:30.5'"]),
             ("packing: 1\n", ["a valid boolean", "got 1"]),
             ("packing: maybe\n", ["a valid boolean", "'maybe'"]),
             ("packing_strategy: bfdd\n", ["'bfd', 'bfd_split' or 'wrapped'", "'bfdd'", "did you mean 'bfd'?"]),
@@ -394,6 +399,9 @@ class TestValues:
         ("text", "name", "value"),
         [
             ("learning_rate: 1e-5\n", "learning_rate", 1e-5),
+            ("learning_rate: .5\n", "learning_rate", 0.5),
+            ("seed: 0x10\n", "seed", 16),
+            ("seed: 1_000\n", "seed", 1000),
             ("lr: '0.5'\n", "learning_rate", 0.5),
             ("steps: 3.0\n", "max_steps", 3),
             ("steps: '30'\n", "max_steps", 30),
@@ -581,6 +589,11 @@ class TestContradictions:
         message = refusal("outcore: {device: 'cuda:1'}\n")
         assert "line 1: outcore.device: expected one of cpu, cuda, cuda:0, but got 'cuda:1'" in message
         assert settle("outcore: {device: 'cuda:0'}\n").device == "cuda:0"
+
+    def test_a_hidden_folder_among_the_data_is_not_read(self, tmp_path):
+        (tmp_path / "data").mkdir()
+        assert settle(data="data", out="data/.runs/1").out == Path("data/.runs/1")
+        assert settle(data="data", out="data-run").out == Path("data-run")
 
 
 class TestRun:

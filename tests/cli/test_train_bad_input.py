@@ -100,6 +100,9 @@ PLANS: list[Case] = [
         {"--unit-micro-batches": "2", "--batch-size": "2", "--packing": "", "--set": "packing_strategy=bfd"},
         "expected batches of padded rows, .*set padding_free=False",
     ),
+    option("seq-len", "1000000000000", "--batch-size, --seq-len: expected at most 67,108,864 tokens in a micro-batch"),
+    option("batch-size", "4611686018427387904", "but got 147,573,952,589,676,412,928"),
+    option("lora", "999999999", "--lora: expected a rank of at most 260, .* but got 999,999,999"),
     option("activations", "moon", "--activations: expected 'host' or 'disk', but got 'moon'"),
     option("activations", "disk", "expected a folder for the disk tier"),
     option("attention", "flash", "--attention: expected one of eager, .*sdpa, but got 'flash'"),
@@ -111,6 +114,7 @@ PLANS: list[Case] = [
 MODELS: list[Case] = [
     option("model", "{missing}", "--model '.*missing': expected a directory, a config.json, or"),
     option("model", "someone/unknown-model", "--model 'someone/unknown-model': expected"),
+    option("model", "~nobody-here/model", "--model '~nobody-here/model': expected"),
     option("model", "{text}", "--model '.*': expected JSON in text.txt"),
     option("model", "{empty}", "--model '.*': expected JSON"),
     option("model", "{folder}", "--model '.*folder': expected config.json in it, but there is none"),
@@ -133,6 +137,7 @@ MODELS: list[Case] = [
 DATA: list[Case] = [
     option("data", "{missing}", "--data '.*missing': expected a file or a directory"),
     option("data", "someone/unknown-data", "--data 'someone/unknown-data': expected"),
+    option("data", "~nobody-here/a.txt", "--data '~nobody-here/a.txt': expected a file or a directory"),
     option("data", "{empty}", "--data '.*empty.jsonl': expected at least one row"),
     option("data", "{folder}", "--data '.*folder': expected"),
     option("data", "{config}", "--data '.*config.json': expected"),
@@ -145,6 +150,7 @@ DATA: list[Case] = [
     option("data", '{rows:{"prompt": "a"}}', "line 1.*completion"),
     option("data", "{latin:latin.jsonl}", "latin.jsonl.*UTF-8"),
     option("eval-data", "{missing}", "--eval-data '.*missing': expected"),
+    option("set", "completion_only_loss=true", "completion_only_loss: expected rows of prompt and completion, .* text"),
     ("nothing left to learn", {"--data": "{long_prompts}"}, "--data: expected rows with something to learn.*--seq-len"),
     (
         "other kind to evaluate on",
@@ -160,6 +166,21 @@ OUTPUTS: list[Case] = [
         "out, a name too long",
         {"--out": "{new}" + 300 * "x"},
         "--out: expected a folder to write to, but '.*x' cannot be written to: File name too long",
+    ),
+    (
+        "out, a name too long in a folder that is there",
+        {"--out": "{folder}/" + 300 * "x"},
+        "--out: expected a folder to write to, but '.*x' cannot be written to: File name too long",
+    ),
+    (
+        "out in the folder of the data",
+        {"--data": "{folder:a.txt}", "--out": "folder/deep/run"},
+        "--out: expected a folder outside of --data '.*folder', .* but got 'folder/deep/run'",
+    ),
+    (
+        "out in the folder of the evaluation data, to resume",
+        {"--eval-data": "{folder:a.txt}", "--out": "folder", "--resume": ""},
+        "--out: expected a folder outside of --eval-data '.*folder', .* but got 'folder'",
     ),
     option("out", "/proc/outcore/run", "--out: expected"),
     option("out", "{dangling}", "--out: expected a folder to write to, but '.*dangling'"),

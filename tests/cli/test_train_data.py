@@ -324,6 +324,19 @@ def damaged_parquet(folder: Path) -> Path:
     return path
 
 
+def latin_parquet(folder: Path) -> Path:
+    latin = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xe9")])
+    pq.write_table(pa.table({"text": latin}), folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def pipe(folder: Path) -> Path:
     os.mkfifo(folder / "a.txt")
     return folder / "a.txt"
@@ -365,6 +378,11 @@ BAD: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "pretty-printed json": (file("a.jsonl", "{\n"), ("line 1", "one JSON object per line")),
     "deep json": (file("a.jsonl", "[" * 10**5), ("line 1", "cannot be parsed")),
     "nan": (file("a.jsonl", '{"text": NaN}\n'), ("line 1", "NaN is not JSON")),
+    "a key twice": (file("a.jsonl", TEXT + '{"text": "x", "text": "y"}\n'), ("line 2", "has 'text' twice")),
+    "a key twice inside": (
+        file("a.jsonl", '{"messages": [{"role": "a", "role": "b"}]}\n'),
+        ("line 1", "has 'role' twice"),
+    ),
     "array line": (file("a.jsonl", TEXT + "[1]\n"), ("line 2", "a JSON object, but got a list")),
     "null line": (file("a.jsonl", "null\n"), ("line 1", "a JSON object, but got null")),
     "missing keys": (
@@ -411,6 +429,8 @@ BAD: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
         ("line 1", "'chat_template_kwargs' to be an object, but got a list"),
     ),
     "huge number in message": (file("a.jsonl", message(extra=10**30)), ("line 1", "'messages' to be JSON")),
+    "deep message": (file("a.jsonl", message(extra=nested(900))), ("line 1", "'messages' to have at most 100 lists")),
+    "deep tools": (file("a.jsonl", jsonl({"messages": HELLO, "tools": "[" * 10**5})), ("line 1", "'tools' to be JSON")),
     "half a surrogate pair": (file("a.jsonl", TEXT + r'{"text": "x\ud83d"}'), ("line 2", "surrogate", r"\ud83d")),
     "half a surrogate pair in message": (file("a.jsonl", message(content="\ud83d")), ("line 1", "surrogate")),
     "latin-1": (file("a.txt", "one\ntwo é".encode("latin-1")), ("a.txt', line 2", "UTF-8", "byte 8", "0xe9")),
@@ -422,6 +442,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "long line": (file("a.txt", "one\n" + "x" * (2**20 + 1)), ("a.txt', line 2", "at most 1.00 MiB", "too long")),
     "text named parquet": (file("a.parquet", "hello"), ("a.parquet'", "a Parquet file")),
     "truncated parquet": (truncated_parquet, ("a.parquet'", "a Parquet file", "fetch it again")),
+    "latin-1 in parquet": (latin_parquet, ("a.parquet'", "after row 0", "UTF-8")),
     "damaged parquet": (damaged_parquet, ("a.parquet'", "a Parquet file", "after row 0")),
     "csv without header": (file("a.csv", "one,two\nx,y\n"), ("line 2", "'text', or", "found 'one', 'two'")),
     "csv with two columns of one name": (file("a.csv", "text,text\n"), ("line 1", "every name once")),

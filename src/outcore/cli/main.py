@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import sys
 import traceback
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from outcore.cli.files import refuse_unwritable
 from outcore.cli.plan.second import Second
 from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
 from outcore.cli.train.settings import options
@@ -191,6 +193,10 @@ def _plan(asked: Asked, second: Second, out: Path | None, html: Path | None, *, 
     from outcore.cli.plan.answer import answer
     from outcore.cli.plan.text import to_json, to_text
 
+    refuse_unwritable("--out", out)
+    refuse_unwritable("--html", html)
+    if out is not None and html is not None and os.path.realpath(out) == os.path.realpath(html):
+        raise ConfigError(f"--html: expected another file than --out, but got '{out}' for both; name two")
     found = answer(asked, second.map if second.is_there else map)
     if out is not None:
         found.found.plan.save(out)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from outcore.core.errors import ConfigError, DiskError
+from outcore.cli.files import refuse_unwritable
+from outcore.core.errors import ConfigError, DiskError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.device.opening import device_of_rank, open_device
 from outcore.probe.kept import Machine, Measured
@@ -36,8 +37,7 @@ def probe(*, disks: Sequence[Path], device: str | None, out: Path | None) -> str
             raise ConfigError(
                 f"--disk-dir: expected a folder that is there, but got '{folder}'; make it, or name another"
             )
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out: expected a file in a folder that is there, but got '{out}'")
+    refuse_unwritable("--out", out)
     if not join_world(device):
         return _measured(Machine(device, tuple(disks)), out)
     world, text = World(), ""
@@ -57,6 +57,8 @@ def _measured(machine: Machine, out: Path | None, between: Between | None = None
         found = machine.measure("whole", between=between)
     except DiskError as error:
         raise ConfigError(f"--disk-dir: {error}") from error
+    except UnsupportedError as error:
+        raise ConfigError(str(error)) from error
     if out is not None:
         found.hardware.save(out)
     return _text(machine, found)

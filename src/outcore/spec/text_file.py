@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -35,8 +36,13 @@ class Described(ABC):
         target = Path(path)
         try:
             partial = target.with_name(target.name + ".partial")
-            partial.write_text(self.to_json())
-            partial.replace(target)
+            try:
+                partial.write_text(self.to_json())
+                partial.replace(target)
+            except OSError:
+                with suppress(OSError):
+                    partial.unlink()
+                raise
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.what}: expected a path to write to, but '{path}' cannot be written: {error}"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, get_args
 
 import torch
@@ -20,7 +19,7 @@ from outcore.cli.plan.known import known_models
 from outcore.cli.train.model.adapters import with_adapters
 from outcore.cli.train.model.quantization import Quantization, quantization_of
 from outcore.cli.train.model.source import ModelSource, build_model, find_shapes
-from outcore.cli.train.settings.own import RunPrecision
+from outcore.cli.train.settings.own import MOST_TOKENS, RunPrecision
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
 from outcore.device.device import ACCELERATOR_SHARE
@@ -55,7 +54,7 @@ from outcore.together import among, fastest, of_a_node, sharings_over_links
 
 _DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
 """Default budgets as shares of a machine's memory: the rest is for the driver and for other programs."""
-_MOST_TOKENS, _MOST_MICRO_BATCHES, _MOST_RANKS = 2**26, 2**10, 2**14
+_MOST_MICRO_BATCHES, _MOST_RANKS = 2**10, 2**14
 """Limits of a question: more would take minutes and gigabytes to plan for, and no real run is so large."""
 
 
@@ -88,7 +87,7 @@ class Question:
     def __post_init__(self) -> None:
         tokens, ranks = self.batch_size * self.seq_len, self.nodes * self.gpus_per_node
         for flags, number, most, of in (
-            ("--batch-size, --seq-len", tokens, _MOST_TOKENS, "tokens in a micro-batch"),
+            ("--batch-size, --seq-len", tokens, MOST_TOKENS, "tokens in a micro-batch"),
             ("--grad-accum", self.grad_accum, _MOST_MICRO_BATCHES, "micro-batches in a step"),
             ("--nodes, --gpus-per-node", ranks, _MOST_RANKS, "ranks"),
         ):
@@ -239,7 +238,7 @@ def answer(question: Question, over: Callable[..., Iterable[Any]] = map) -> Answ
         ConfigError: An option that cannot be used.
         PlanInfeasibleError: The model does not fit; the error says what would do.
     """
-    is_there = os.path.lexists(Path(question.model).expanduser())
+    is_there = os.path.lexists(os.path.expanduser(question.model))
     known = None if is_there else next((each for each in known_models() if each.name == question.model), None)
     source = find_shapes(question.model) if known is None else known.source
     return answer_for(question, source, machine_for(question), over)

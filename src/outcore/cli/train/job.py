@@ -21,6 +21,7 @@ from outcore.cli.train.model.reference import Planned, plan_both
 from outcore.cli.train.model.source import ModelSource, build_model, find_model, load_tokenizer
 from outcore.cli.train.output.predicted import Comparison, PredictedStep
 from outcore.cli.train.output.report import Expected
+from outcore.cli.train.settings.own import MOST_TOKENS
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, DiskError
 from outcore.forecast import NO_TIMES, Loop, token_batch
@@ -145,6 +146,12 @@ class Job:
                 f"--data '{self.settings.data}': expected a tokenizer with a chat template, since its rows are "
                 f"messages, but that of '{self.settings.model}' has none; give one with --set "
                 "chat_template_path=FILE.jinja, for instance that of a chat version of this model, or train on text"
+            )
+        kind = data.training.kind
+        if self.settings.training.get("completion_only_loss") and kind != "prompt_completion":
+            raise ConfigError(
+                f"completion_only_loss: expected rows of prompt and completion, but those of --data "
+                f"'{self.settings.data}' are {kind}; leave it out"
             )
         return data
 
@@ -331,8 +338,13 @@ def _refuse_activations(settings: Settings, args: Any) -> None:
 
 
 def _largest_batch(settings: Settings, args: Any) -> Mapping[str, Any]:
-    """Return the largest batch that may come."""
+    """Return the largest batch that may come. Raises: ConfigError: It is larger than any real one."""
     rows = args.per_device_train_batch_size * settings.method.rows_per_example
+    if rows * args.max_length > MOST_TOKENS:
+        raise ConfigError(
+            f"--batch-size, --seq-len: expected at most {MOST_TOKENS:,} tokens in a micro-batch, but got "
+            f"{rows * args.max_length:,}; lower one of them"
+        )
     return {**token_batch(rows, args.max_length), "use_cache": False}
 
 

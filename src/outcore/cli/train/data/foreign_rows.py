@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from outcore.cli.train.data.json_types import type_name
 from outcore.core.errors import ConfigError
 
 SHARE_GPT = "rows are ShareGPT conversations: from/value become role/content, human and gpt become user and assistant"
@@ -23,13 +24,17 @@ class Read(NamedTuple):
     """What to tell the user, once; None: nothing."""
 
 
-def read_foreign(fields: Mapping[str, Any]) -> Read:
-    """Rename the fields of a row of ShareGPT or Alpaca; any other row comes back as it is."""
+def read_foreign(where: str, fields: Mapping[str, Any]) -> Read:
+    """Rename the fields of a row of ShareGPT or Alpaca; any other row comes back as it is.
+
+    Raises:
+        ConfigError: An instruction has an input that is not text.
+    """
     renamed = {key: _messages(fields[key]) if key in _LISTS else value for key, value in fields.items()}
     if isinstance(renamed.get("conversations"), list) and renamed.get("messages") is None:
         return Read(_from_conversations(renamed), SHARE_GPT)
     if isinstance(renamed.get("instruction"), str) and renamed.get("prompt") is None and renamed.get("text") is None:
-        found = _from_instruction(renamed)
+        found = _from_instruction(where, renamed)
         return Read(fields, None) if found is None else Read(found, ALPACA)
     is_renamed = any(renamed[key] is not value for key, value in fields.items())
     return Read(renamed, SHARE_GPT) if is_renamed else Read(fields, None)
@@ -39,13 +44,17 @@ def with_prompt(where: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Put the prompt of two answers beside them, as messages if the answers are messages.
 
     Raises:
-        ConfigError: The answers begin differently, so there is no prompt.
+        ConfigError: There is no prompt: the answers begin differently, or are neither text nor lists.
     """
     prompt, chosen, rejected = (fields.get(key) for key in ("prompt", "chosen", "rejected"))
     if not (chosen and rejected and type(chosen) is type(rejected)):
         return fields
     is_repeated = isinstance(prompt, str) and isinstance(chosen, list) and _role(chosen[0]) != "assistant"
     if prompt is None or is_repeated:
+        if not isinstance(chosen, str | list):
+            raise ConfigError(
+                f"{where}: expected 'chosen' to be a string or a list of messages, but got {type_name(chosen)}"
+            )
         from trl import extract_prompt
 
         found = extract_prompt({"chosen": chosen, "rejected": rejected}) if chosen[0] == rejected[0] else {}
@@ -75,7 +84,8 @@ def _is_foreign(message: object) -> bool:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
-    return {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"], **rest}
+    role = message["from"]
+    return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": message["value"], **rest}
 
 
 def _from_conversations(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,12 +96,15 @@ def _from_conversations(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "prompt" if is_judged else "messages": said}
 
 
-def _from_instruction(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+def _from_instruction(where: str, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     answers = {"output": "completion", "chosen": "chosen", "rejected": "rejected"}
     found = {answers[key]: fields[key] for key in answers if isinstance(fields.get(key), str)}
     if not found:
         return None
-    asked = "\n\n".join(filter(None, (fields["instruction"], fields.get("input"))))
+    given = fields.get("input")
+    if not isinstance(given, str | None):
+        raise ConfigError(f"{where}: expected 'input' to be a string, but got {type_name(given)}")
+    asked = "\n\n".join(filter(None, (fields["instruction"], given)))
     rest = {k: v for k, v in fields.items() if k not in ("instruction", "input", "system", "prompt", *answers)}
     return {
         **rest,

@@ -106,7 +106,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _records(name: str) -> Iterator[Record]:
     if not name.strip():
         raise ConfigError("'': expected a file, a directory, or the ID of a data set on the hub, but got nothing")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if os.path.lexists(path):
         for file in find_files(path):
             yield from read_records(file)

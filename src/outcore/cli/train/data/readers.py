@@ -24,7 +24,8 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 import pyarrow
 import pyarrow.parquet
 
-from outcore.cli.train.data.records import COLUMNS, Record, type_name
+from outcore.cli.train.data.json_types import type_name
+from outcore.cli.train.data.records import COLUMNS, Record
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 
@@ -132,7 +133,7 @@ def _jsonl(path: Path) -> Iterator[Record]:
             continue
         where = _where(path, line.number)
         try:
-            fields = json.loads(text, parse_constant=_refuse_constant)
+            fields = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{where}: expected one JSON object per line, but it cannot be parsed: {error}"
@@ -182,6 +183,11 @@ def _parquet(path: Path) -> Iterator[Record]:
         raise ConfigError(
             f"'{path}': expected a Parquet file, but reading it fails after row {number}: "
             f"{' '.join(str(error).split())}; it may be truncated, fetch it again"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"'{path}': expected text in UTF-8, but one after row {number} has the byte "
+            f"0x{error.object[error.start]:02x} ({error.reason}); convert it to UTF-8"
         ) from error
 
 
@@ -238,6 +244,14 @@ def _decoded(path: Path, line: _Line) -> str:
 
 def _where(path: Path, line_number: int) -> str:
     return f"'{path}', line {line_number}"
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has '{next(name for name in names if names.count(name) > 1)}' twice")
+    return fields
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, final
 import datasets
 
 from outcore.cli.train.data.foreign_rows import read_foreign
+from outcore.cli.train.data.json_types import type_name
 from outcore.cli.train.methods import Method
 from outcore.core.errors import ConfigError
 
@@ -26,6 +27,7 @@ _KEYS: Mapping[Kind, tuple[str, ...]] = {
     "text": ("text",),
     "preferences": ("prompt", "chosen", "rejected"),
 }
+_DEEPEST = 100  # Transformers walks through messages by recursion, and Python limits that
 _SHOWN = 20  # names of keys in a message; a file of machine-made keys may have any number
 
 
@@ -121,7 +123,7 @@ class Rows:
         return tuple(notices)
 
     def _in_our_words(self, record: Record) -> Record:
-        fields, notice = read_foreign(record.fields)
+        fields, notice = read_foreign(record.where, record.fields)
         if notice is not None:
             self._converted[notice] = None
         return record._replace(fields=self._method.read_row(record.where, fields))
@@ -193,7 +195,7 @@ def _options(record: Record) -> dict[str, Any]:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{record.where}: expected 'tools' to be JSON, but it is not: {error}") from error
     if not isinstance(tools, list | None):
         raise ConfigError(f"{record.where}: expected 'tools' to be a list, but got {type_name(tools)}")
@@ -208,6 +210,11 @@ def _options(record: Record) -> dict[str, Any]:
 
 
 def _json(record: Record, key: str, value: object) -> str:
+    if _is_deeper(value, _DEEPEST):
+        raise ConfigError(
+            f"{record.where}: expected '{key}' to have at most {_DEEPEST} lists and objects inside each other, but it "
+            "has more; correct it"
+        )
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         # This refuses what json accepts: numbers of more than 64 bits, halves of surrogate pairs.
@@ -217,14 +224,8 @@ def _json(record: Record, key: str, value: object) -> str:
     return text
 
 
-def type_name(value: object) -> str:
-    """Return what JSON calls a value's type."""
-    names = {
-        str: "a string",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-    }
-    return "null" if value is None else names.get(type(value), type(value).__name__)
+def _is_deeper(value: object, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.core.errors import ConfigError
+
 
 def lora_config(fields: Mapping[str, Any]) -> Any:
     """Make PEFT's configuration. Args: fields: Fields of ``LoraConfig``."""
@@ -22,7 +24,15 @@ def with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     Args:
         model: A model on the meta device.
         fields: Fields of ``LoraConfig``.
+
+    Raises:
+        ConfigError: The rank is above all widths of the model, so adapters would be larger than their layers.
     """
+    widest, rank = max(max(param.shape, default=0) for param in model.parameters()), fields["r"]
+    if rank > widest:
+        raise ConfigError(
+            f"--lora: expected a rank of at most {widest:,}, the largest width of the model, but got {rank:,}; lower it"
+        )
     from peft import get_peft_model
 
     is_quantized = getattr(model, "is_quantized", False)

@@ -125,7 +125,7 @@ def find_shapes(name: str) -> ModelSource:
 
 
 def _found(name: str, fetched: Sequence[str], attention: str | None) -> ModelSource:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if name.strip() and os.path.lexists(path):
         is_bare = not path.is_dir()
         config = path if is_bare else path / _CONFIG

@@ -75,7 +75,11 @@ class OutputFolder:
         self.has_begun = False
         """Whether the run has begun. What is written stays then."""
         _refuse_unusable(path)
-        if path.is_dir():
+        try:
+            is_there = path.is_dir()
+        except OSError as error:  # its name is too long
+            raise _unwritable(path, error) from error
+        if is_there:
             with _locked(path, fcntl.LOCK_SH):
                 self._look(_refuse_cut)
         else:

@@ -23,7 +23,7 @@ _shorten.maxstring = _shorten.maxother = 80
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as people write settings: ``1e-5`` is a number, a date is text, and a mapping has no name twice."""
+    """YAML as people write settings, with plain numbers; a date is text, and a mapping has no name twice."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Refuse a name that stands twice: PyYAML silently takes the last one."""
@@ -37,12 +37,17 @@ class Loader(yaml.SafeLoader):
 
 
 Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+# YAML 1.1 reads 010 as 8, 1:30 as 90, and 1e-5 as text. Here the first two are text, and the last one is a number.
+_INT = r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$"
+_FLOAT = (
+    r"[-+]?(([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+|[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|"
+    r"\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
 )
+for _kind, _pattern in (("int", _INT), ("float", _FLOAT)):
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+.0123456789"))
 
 
 @dataclass(frozen=True, kw_only=True)

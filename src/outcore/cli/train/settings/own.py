@@ -16,6 +16,8 @@ from outcore.spec.plan import AwayTier
 RunPrecision = Literal["fp32", "bf16", "pure_bf16", "fp16"]
 OnNonfinite = Literal["stop", "skip", "go"]
 Resume = bool | Literal["auto"]
+MOST_TOKENS = 2**26
+"""The most tokens in a micro-batch: a plan for more would take minutes and gigabytes, and no real run is so large."""
 
 
 def _named(text: Any) -> Any:

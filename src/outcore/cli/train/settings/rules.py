@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ def refuse_contradictions(settings: Mapping[str, Setting]) -> None:
     _refuse_unused_intervals(settings)
     _refuse_keeping_what_is_not_saved(settings)
     _refuse_evaluation_without_data(settings)
+    _refuse_output_among_data(settings)
 
 
 def check_lora(lora: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
@@ -135,6 +137,23 @@ def _refuse_evaluation_without_data(settings: Mapping[str, Setting]) -> None:
             raise ConfigError(
                 f"{setting.where}: expected --eval-data beside a setting of evaluation, but got none; name the data, "
                 "or leave this out"
+            )
+
+
+def _refuse_output_among_data(settings: Mapping[str, Setting]) -> None:
+    """Refuse a folder to write to below one of data: a run that resumes would read its own output as data."""
+    out = settings["outcore.out"]
+    path = os.path.realpath(out.value)
+    for flag in ("data", "eval_data"):
+        data = settings.get(f"outcore.{flag}")
+        if data is None or data.value is None or not os.path.isdir(data.value):
+            continue
+        below = os.path.relpath(path, os.path.realpath(data.value)).split(os.sep)
+        # The folder itself is "." and one outside begins with ".."; a hidden folder is not read.
+        if below == ["."] or not any(name.startswith(".") for name in below):
+            raise ConfigError(
+                f"{out.where}: expected a folder outside of --{flag.replace('_', '-')} '{data.value}', all files "
+                f"in which are read as data, but got '{out.value}'; name another"
             )
 
 
