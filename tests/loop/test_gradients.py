@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -11,7 +12,8 @@ from torch.nn import utils
 
 import outcore
 
-from .rig import DEVICE, KINDS, Block, Tower, adamw, agrees, batch, make, prepared, same, train
+from . import rig
+from .rig import DEVICE, KINDS, Block, Tower, adamw, agrees, assert_same, batch, make, prepared, same, train
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -94,6 +96,30 @@ def test_every_way_of_zeroing(kind, tmp_path, make_optimizer):
     same(drive, kind, tmp_path, optimizer=make_optimizer)
 
 
+@pytest.mark.parametrize(
+    "zero", [lambda m, o: o.zero_grad(False), lambda m, o: m.zero_grad(False)], ids=["optimizer", "model"]
+)
+def test_zeroing_in_place_after_a_backward_that_failed(kind, tmp_path, zero):
+    def fail(_):
+        raise ZeroDivisionError
+
+    def drive(model, optimizer):
+        losses = train(model, optimizer)
+        model.head.bias.requires_grad_(False)
+        handle = model.blocks[0].register_forward_hook(lambda module, args, result: result.register_hook(fail) and None)
+        with pytest.raises(ZeroDivisionError):
+            model.loss(batch()).backward()
+        handle.remove()
+        zero(model, optimizer)
+        zeros = [p.grad.sum() for p in model.blocks[2].parameters() if p.grad is not None]
+        model.loss(batch(3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses, zeros, train(model, optimizer)
+
+    same(drive, kind, tmp_path)
+
+
 @agrees()
 def test_one_gradient_dropped(model, optimizer):
     for step in range(3):
@@ -159,6 +185,77 @@ def test_norm_by_hand(model, optimizer):
     model.loss(batch()).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return [g.norm() for g in grads] + [g.norm(2) for g in grads] + [torch.linalg.vector_norm(g) for g in grads]
+
+
+@agrees()
+def test_an_edited_norm_changes_no_other_norm(model, optimizer):
+    seen = []
+    for step in range(2):
+        model.loss(batch(step)).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        total = grads[0].norm()
+        for norm in (*(g.norm() for g in grads), *torch._foreach_norm(grads)):
+            total += norm.pow_(2)
+        seen += [total, utils.clip_grad_norm_(model.parameters(), 0.05)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@agrees()
+def test_norms_in_another_dtype(model, optimizer):
+    model.loss(batch()).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*torch._foreach_norm(grads, 2, dtype=torch.float64), *torch._foreach_norm(grads, 1, torch.float64)]
+
+
+@agrees()
+def test_a_factor_that_changes_through_data(model, optimizer):
+    model.loss(batch()).backward()
+    factor = torch.tensor(0.5, device="cpu")  # on an accelerator the host does not look at a factor
+    for p in model.parameters():
+        if p.grad is not None:
+            factor.data.mul_(0.9)
+            p.grad.mul_(factor)
+    optimizer.step()
+
+
+@agrees()
+def test_clipping_in_inference_mode(model, optimizer):
+    seen = []
+    for step in range(2):
+        model.loss(batch(step)).backward()
+        with torch.inference_mode():
+            seen.append(utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        seen.append(utils.clip_grad_norm_(model.parameters(), 0.02))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_a_change_that_fails_leaves_the_gradient(kind, tmp_path, monkeypatch):
+    def drive(model, optimizer):
+        model.loss(batch()).backward()
+        gradient, seen = model.get_parameter(BLOCK_WEIGHT).grad, []
+        for change in (torch.clamp_, lambda g: g.div_(torch.ones(2)), torch.clamp_):
+            gradient.mul_(0.5)
+            with pytest.raises(RuntimeError):
+                change(gradient)
+            seen.append(gradient.clone())
+        optimizer.step()
+        return [*seen, model.blocks[1].down.weight.grad.clone()]
+
+    same(drive, kind, tmp_path)
+    monkeypatch.setattr(rig, "plan_for", functools.partial(rig.plan_for, precision="bf16"))
+    model = make(dtype=torch.bfloat16)
+    with prepared(model, adamw(model), kind, tmp_path, precision="bf16") as (model, optimizer):
+        model.loss(batch()).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        before, gradient = [g.clone() for g in grads], model.get_parameter(BLOCK_WEIGHT).grad
+        with pytest.raises(RuntimeError, match="At least one"):
+            torch.clamp_(gradient.mul_(0.5))
+        after = [g.clone() for g in grads]
+        assert_same([b * 0.5 if g is gradient else b for b, g in zip(before, grads, strict=True)], after)
 
 
 def test_own_tensor_as_gradient(kind, tmp_path):
@@ -257,6 +354,9 @@ CHANGES = (
     lambda g: torch.add(g, g, out=g),
     lambda g: torch._foreach_add_([g, torch.zeros(1)], 1e-4),
     lambda g: setattr(g, "data", torch.full(g.shape, 1e-3)),
+    lambda g: g.div_(torch.full(g.shape, 3.0)),
+    lambda g: g.zero_().clamp_(min=1e-3),
+    lambda g: g.mul_(torch.tensor([0.1], dtype=torch.float64)),
 )
 
 

@@ -118,6 +118,16 @@ def test_one_infinite_element(model, optimizer):
     return scaler.get_scale()
 
 
+@agrees()
+def test_a_norm_that_is_made_printable_hides_no_infinity(model, optimizer):
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
+    (scaler.scale(model.loss(batch())) * float("inf")).backward()
+    printed = [p.grad.norm().nan_to_num_(1.0, 1.0) for p in model.parameters() if p.grad is not None]
+    scaler.step(optimizer)
+    scaler.update()
+    return printed, scaler.get_scale()
+
+
 @pytest.mark.parametrize("infinite", [False, True])
 def test_unscaling_reads_the_device_once_at_most(kind, tmp_path, infinite, monkeypatch):
     model = make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
@@ -45,10 +46,15 @@ class StateTensor(DistantTensor):
 
 
 class LiveStates(MutableMapping[torch.Tensor, Any]):
-    """States by parameter, as in ``torch.optim.Optimizer.state``."""
+    """States by parameter, as in ``torch.optim.Optimizer.state``.
+
+    Attributes:
+        num_replaced: How often all states of a parameter were replaced here, by its id.
+    """
 
     def __init__(self, engine: Engine, groups: list[dict[str, Any]]) -> None:
         self._engine, self._groups, self._place = engine, groups, engine.states.place
+        self.num_replaced = Counter[int]()
 
     def names(self, param: torch.Tensor) -> tuple[str, ...]:
         """Return the names of the states that a parameter has now."""
@@ -114,7 +120,10 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
                 "states of the parameter together, or let them begin anew: del optimizer.state[param]"
             )
         self._engine.states.check(param, {name: value})
-        self._engine.access.write_state(unit, name, index, value)
+        if name != "master" and not unit.steps[index] and not self.kind(param).has_step:
+            self._engine.states.load(param, {name: value})  # it has begun: the next step takes the value
+        else:
+            self._engine.access.write_state(unit, name, index, value)
 
     def tensor(self, param: torch.Tensor, name: str) -> StateTensor:
         """Return one state, as a tensor that is read when it is used."""
@@ -137,21 +146,35 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         """Replace the states of all parameters; a parameter without values begins anew."""
         params = [param for group in self._groups for param in group["params"] if self._place(param) is not None]
         for param in params:
-            self._engine.states.check(param, values.get(param, {}))
+            self._check(param, values.get(param, {}))
         for param in params:
-            self._engine.states.load(param, values.get(param, {}))
+            self._load(param, values.get(param, {}))
+
+    def clear(self) -> None:
+        """Let all states begin anew. Adagrad has states even then, so they are not popped until none is left."""
+        self.replace({})
+
+    def pop(self, param: torch.Tensor, *default: Any) -> Any:
+        """Let the states of a parameter begin anew, and return what they were: values, not a view of those to come."""
+        if param not in self:
+            if not default:
+                raise KeyError(param)
+            return default[0]
+        values = {name: state.clone() for name, state in self[param].items()}
+        del self[param]
+        return values
 
     def __getitem__(self, param: torch.Tensor) -> _StatesOfOne:
         return _StatesOfOne(self, param)
 
     def __setitem__(self, param: torch.Tensor, values: Any) -> None:
         self._expect(param)
-        self._engine.states.check(param, values)
-        self._engine.states.load(param, values)
+        self._check(param, values)
+        self._load(param, values)
 
     def __delitem__(self, param: torch.Tensor) -> None:
         self._expect(param)
-        self._engine.states.load(param, {})
+        self._load(param, {})
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (param for group in self._groups for param in group["params"] if self.names(param))
@@ -161,6 +184,21 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
 
     def __contains__(self, param: object) -> bool:
         return isinstance(param, torch.Tensor) and bool(self.names(param))
+
+    def _check(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
+        if isinstance(values, _StatesOfOne) and values.states is self and not values.is_current_of(param):
+            unit, index = self._expect(param)
+            raise UnsupportedError(
+                f"optimizer.state: expected values for '{unit.spec.params[index].name}', but got a view of the states "
+                "of another parameter, or of states that were replaced since; first copy them: "
+                "{name: state.clone() for name, state in optimizer.state[param].items()}"
+            )
+        self._engine.states.check(param, values)
+
+    def _load(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
+        if not (isinstance(values, _StatesOfOne) and values.states is self):  # else these are its states already
+            self.num_replaced[id(param)] += 1
+            self._engine.states.load(param, values)
 
     def _expect(self, param: torch.Tensor) -> tuple[Unit, int]:
         self._engine.refuse_if_closed()
@@ -177,15 +215,19 @@ class _StatesOfOne(MutableMapping[str, Any]):
     """The states of one parameter, by torch's names."""
 
     def __init__(self, states: LiveStates, param: torch.Tensor) -> None:
-        self._states, self._param = states, param
+        self.states, self._param, self._number = states, param, states.num_replaced[id(param)]
+
+    def is_current_of(self, param: torch.Tensor) -> bool:
+        """Return whether it shows a parameter's states, and has done so since they were replaced last."""
+        return self._param is param and self._number == self.states.num_replaced[id(param)]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._states.names(self._param):
+        if name not in self.states.names(self._param):
             raise KeyError(name)
-        return self._states.tensor(self._param, name)
+        return self.states.tensor(self._param, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._states.write(self._param, name, value)
+        self.states.write(self._param, name, value)
 
     def __delitem__(self, name: str) -> None:
         raise UnsupportedError(
@@ -194,10 +236,10 @@ class _StatesOfOne(MutableMapping[str, Any]):
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._states.names(self._param))
+        return iter(self.states.names(self._param))
 
     def __len__(self) -> int:
-        return len(self._states.names(self._param))
+        return len(self.states.names(self._param))
 
     def __repr__(self) -> str:
         return repr(dict(self))

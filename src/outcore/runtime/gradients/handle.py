@@ -31,7 +31,7 @@ class GradHandle(DistantTensor):
         averaging: With several ranks the factor that makes the sum over them a mean. It comes before the others.
         exact: A factor that may multiply the norm in place of the gradient, and its value.
         is_zero: Whether it was zeroed in place; the stored bytes then no longer count.
-        is_lost: Whether it is incomplete; it can then only be set to None.
+        is_lost: Whether it is incomplete; it can then only be zeroed or set to None.
     """
 
     index: int  # type: ignore[assignment]  # torch.Tensor inherits a method of that name
@@ -64,11 +64,9 @@ class GradHandle(DistantTensor):
         """Replace what is stored."""
         self.owner.replace_gradient(self, value)
 
-    def multiply(self, factor: torch.Tensor | float) -> Self:  # type: ignore[override]
-        """Remember a factor. Tensors are copied: GradScaler changes its own in place."""
+    def scale_by(self, factor: torch.Tensor | float) -> Self:
+        """Remember a factor. Tensors, of one element, are copied: GradScaler changes its own in place."""
         if isinstance(factor, torch.Tensor):
-            if factor.numel() != 1:
-                return NotImplemented
             self.factors.append(self.owner.store.snapshot(factor))
         else:
             self.factors.append(torch.tensor(factor, dtype=torch.float64, device="cpu"))  # no copy, no wait
@@ -83,7 +81,7 @@ class GradHandle(DistantTensor):
         for handle in args[0] if isinstance(args[0], list) else args[:1]:
             if isinstance(handle, GradHandle):
                 is_ours = True
-                if handle.is_lost:
+                if handle.is_lost and func not in _ZEROING:
                     handle.owner.refuse_lost(handle)
         if serve is not None and is_ours:
             result = serve(*args, **(kwargs or {}))
@@ -98,7 +96,29 @@ def _vector_norm(handle: GradHandle, order: float = 2, dim: Any = None, *args: A
     return handle.owner.gradient_norm(handle, float(order))
 
 
+def _norms(gradients: Sequence[torch.Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Serve norms one by one. Some of the gradients may be plain tensors."""
+    return NotImplemented if dtype is not None else [torch.linalg.vector_norm(g, order) for g in gradients]
+
+
+def _is_as_a_number(handle: GradHandle, value: torch.Tensor | float) -> bool:
+    """Return whether an operand acts on every element as a number does, without promotion beyond the update dtype."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    if value.numel() != 1 or isinstance(value, DistantTensor):
+        return False
+    form = handle.owner.unit.gradient_form
+    dtype = torch.result_type(form.likes[handle.index], value)
+    return dtype in (handle.dtype, form.update_dtypes[handle.index])
+
+
+def _multiply(handle: GradHandle, factor: torch.Tensor | float) -> GradHandle:
+    return handle.scale_by(factor) if _is_as_a_number(handle, factor) else NotImplemented
+
+
 def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
+    if not _is_as_a_number(handle, divisor):
+        return NotImplemented
     # Division by a power of two is multiplication by its inverse; any other rounds differently, so the bytes are
     # changed.
     if (
@@ -106,7 +126,7 @@ def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
         and divisor != 0
         and float(divisor).hex().startswith(("0x1.0000000000000p", "-0x1.0000000000000p"))
     ):
-        return handle.multiply(1.0 / divisor)
+        return handle.scale_by(1.0 / divisor)
 
     def divide(gradient: torch.Tensor) -> torch.Tensor:
         """Divide the gradient wherever it rests; the divisor may be on the device."""
@@ -129,7 +149,7 @@ def _change(operation: Callable[..., Any]) -> Callable[..., GradHandle]:
 
 
 def _zero(handle: GradHandle) -> GradHandle:
-    handle.is_zero = True
+    handle.is_zero, handle.is_lost = True, False
     handle.factors.clear()
     return handle
 
@@ -165,7 +185,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
         if scale == 1:
             continue
         is_power_of_two = math.frexp(scale)[0] == 0.5
-        handle.multiply(scale if is_power_of_two else inverse_scale)
+        handle.scale_by(scale if is_power_of_two else inverse_scale)
         if is_power_of_two and (_LEAST_NORM <= norm * scale < math.inf or (norm == 0 and scale <= 1)):
             handle.exact = handle.factors[0], scale
     handles[0].owner.store.is_infinite = None if math.isnan(found) else bool(found)
@@ -176,16 +196,9 @@ def _look_for_infinities(handle: GradHandle, found_inf: torch.Tensor) -> None:
     found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(value).all()).to(found_inf)))
 
 
-def _each(operation: Callable[..., Any]) -> Callable[..., Any]:
+def _each_in_place(operation: Callable[..., Any]) -> Callable[..., None]:
     """Serve an operation on a list of gradients one by one. Some of them may be plain tensors."""
 
-    def serve(gradients: Sequence[torch.Tensor], *args: Any) -> Any:
-        return [operation(gradient, *args) for gradient in gradients]
-
-    return serve
-
-
-def _each_in_place(operation: Callable[..., Any]) -> Callable[..., None]:
     def serve(gradients: Sequence[torch.Tensor], *args: Any) -> None:
         for gradient in gradients:
             operation(gradient, *args)
@@ -197,10 +210,11 @@ def _detach(handle: GradHandle) -> GradHandle:
     return handle
 
 
+_ZEROING = (aten.zero_.default, aten._foreach_zero_.default)
 _SERVED: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
-    aten.mul_.Tensor: GradHandle.multiply,
-    aten.mul_.Scalar: GradHandle.multiply,
+    aten.mul_.Tensor: _multiply,
+    aten.mul_.Scalar: _multiply,
     aten.div_.Tensor: _divide,
     aten.div_.Scalar: _divide,
     aten.zero_.default: _zero,
@@ -208,7 +222,7 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     aten.clamp_min_.default: _change(torch.clamp_min_),
     aten.clamp_max_.default: _change(torch.clamp_max_),
     aten.nan_to_num_.default: _change(torch.nan_to_num_),
-    aten._foreach_norm.Scalar: _each(torch.linalg.vector_norm),
+    aten._foreach_norm.Scalar: _norms,
     aten._foreach_zero_.default: _each_in_place(torch.zero_),
     aten._foreach_mul_.Tensor: _each_in_place(torch.Tensor.mul_),
     aten._foreach_mul_.Scalar: _each_in_place(torch.Tensor.mul_),

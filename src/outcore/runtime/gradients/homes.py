@@ -167,16 +167,26 @@ class GradientHomes:
 
     @torch.no_grad()
     def change(self, gradients: UnitGradients, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
-        """Apply pending factors and then an in-place change to a stored gradient."""
+        """Apply a pending zero, pending factors and then an in-place change to a stored gradient.
+
+        If the change raises, the zero and the factors stay applied: what is at hand is written back all the same.
+        """
         gradients.norms.pop(handle.index, None)
-        if handle.is_zero:
-            return
+        failure: Exception | None = None
         with self._in_update_form(gradients) as views:
             view = views[handle.index]
+            if handle.is_zero:
+                view.zero_()
             for factor in handle.factors:
                 view.mul_(factor.to(view.device))
-            handle.factors.clear()
-            change(view)
+            try:
+                change(view)
+            except Exception as error:
+                failure = error
+        handle.factors.clear()
+        handle.is_zero = False
+        if failure is not None:
+            raise failure
 
     @torch.no_grad()
     def replace(self, gradients: UnitGradients, handle: GradHandle, value: torch.Tensor) -> None:
@@ -184,18 +194,19 @@ class GradientHomes:
         gradients.norms.pop(handle.index, None)
         with self._in_update_form(gradients) as views:
             views[handle.index].copy_(value)
-            handle.factors.clear()
-            handle.is_zero = False
+        handle.factors.clear()
+        handle.is_zero = False
 
     @contextmanager
     def _in_update_form(self, gradients: UnitGradients) -> Iterator[list[torch.Tensor]]:
-        """Yield all gradients of a unit in update form, to be changed."""
+        """Yield all gradients of a unit in update form, to be changed. On disk they have it once they are written."""
         unit = gradients.unit
         with self._at_hand(unit, is_write=True) as home:
             if gradients.is_native:
                 promote(unit, home, [i for i, h in gradients.held_handles().items() if not h.is_zero])
-                gradients.is_native = False
+                gradients.is_native = unit.ledger.gradients.tier == "disk"
             yield unit.views.update(home)
+        gradients.is_native = False
 
     @contextmanager
     def _at_hand(self, unit: Unit, *, is_write: bool) -> Iterator[Buffer]:

@@ -32,7 +32,7 @@ class RankNorms:
         known = self._known.get(handle)
         if known is None or known[0] != _state(handle):
             self._take_all()
-        return self._known[handle][1]
+        return self._known[handle][1].clone()  # the caller may edit it
 
     @torch.no_grad()
     def _take_all(self) -> None:

@@ -102,7 +102,10 @@ class UnitGradients:
         return self.unit.spec.params[handle.index].name
 
     def gradient_norm(self, handle: GradHandle, order: float) -> torch.Tensor:
-        """Return the norm as the plain loop takes it: by the device's kernel, over the accumulated, scaled gradient."""
+        """Return the norm as the plain loop takes it: by the device's kernel, over the accumulated, scaled gradient.
+
+        The tensor is the caller's own: an edit of it does not change what is known.
+        """
         if not self.store.clipping:
             raise ConfigError(
                 "expected no gradient norm after outcore.prepare(..., clipping=False), "
@@ -114,11 +117,11 @@ class UnitGradients:
             self._take_norms_on_device()
         scale = handle.norm_scale if handle.factors else 1.0
         if order == 2 and not handle.is_zero and scale is not None and handle.index in self.norms:
-            return self.norms[handle.index] if scale == 1 else self.norms[handle.index] * scale
+            return self.norms[handle.index].clone() if scale == 1 else self.norms[handle.index] * scale
         value = self._home.value(self, handle)
         norm = kernels.norms([value])[0] if order == 2 else torch.linalg.vector_norm(value, order)
         if is_stored_norm:
-            self.norms[handle.index] = norm
+            self.norms[handle.index] = norm.clone()
         return norm
 
     def _take_norms_on_device(self) -> None:
@@ -146,6 +149,8 @@ class UnitGradients:
         """Mark all gradients of the unit as lost: a backward that was at it ended in an exception."""
         for i, param in enumerate(self.unit.params[: self.unit.num_trainable]):
             if param.shape != self.unit.spec.params[i].shape:  # resized, which the step will refuse
+                continue
+            if param.grad is None and not param.requires_grad:  # zeroed in place, it would be updated
                 continue
             handle = self.handles[i] = GradHandle(self.unit.gradient_form.likes[i], param.device, self, i)
             handle.is_lost = True

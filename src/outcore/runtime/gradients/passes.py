@@ -80,9 +80,14 @@ class Gradients:
         """What ``GradScaler`` found in the gradients of the last pass, if the host knows."""
 
     def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
-        """Copy a factor. Clipping multiplies all gradients by the same one, so one copy serves all."""
+        """Copy a factor. Clipping multiplies all gradients by the same one, so one copy serves all.
+
+        A factor in host memory is compared by value, too: an edit through ``data`` does not count as a version.
+        """
+        if factor.is_inference():  # it counts no versions
+            return factor.clone().reshape(())
         known = self._last_factor
-        if known is None or known[0] is not factor or known[1] != factor._version:
+        if known is None or known[0] is not factor or known[1] != factor._version or _differs(factor, known[2]):
             known = self._last_factor = (factor, factor._version, factor.detach().clone().reshape(()))
         return known[2]
 
@@ -353,3 +358,7 @@ def _batches(natives: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype])
 
 def _nothing(_: UnitGradients) -> None:
     """Do nothing: no unit is updated early."""
+
+
+def _differs(factor: torch.Tensor, copy: torch.Tensor) -> bool:
+    return factor.is_cpu and not torch.equal(copy, factor.detach().reshape(()))
