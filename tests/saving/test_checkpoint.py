@@ -19,11 +19,12 @@ from plans import forced
 
 import outcore
 from outcore.api import Prepared
-from outcore.core.errors import ConfigError, DiskError
+from outcore.core.errors import ConfigError, DiskError, UnsupportedError
 from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
 from outcore.runtime.saves import Save
 from outcore.saving.export_checkpoint import export_checkpoint
+from outcore.saving.training_state import load_weights
 from outcore.spec.checkpoint import Manifest
 
 from . import small
@@ -306,6 +307,41 @@ def test_models_and_optimizers_with_little_to_save(tmp_path: Path):
         outcore.load_checkpoint(model, optimizer, tmp_path / "c")
         small.same(want, state_of(model, optimizer))
         assert float(optimizer.param_groups[1]["lr"]) == 0.5
+
+
+def with_buffer(value: torch.Tensor, **options: Any) -> Any:
+    model = small.build("plain", num_blocks=1)
+    model.blocks[0].register_buffer("more", value, **options)
+    return model
+
+
+def test_expanded_buffers(tmp_path: Path):
+    """Elements share memory."""
+    with small.prepared(with_buffer(torch.ones(2, 1).expand(2, 3)), tmp_path) as (model, optimizer):
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+        outcore.save_pretrained(model, tmp_path / "weights")
+        buffer = model.blocks[0].more
+        for load in (
+            lambda: outcore.load_checkpoint(model, optimizer, tmp_path / "c"),
+            lambda: load_weights(model, tmp_path / "weights"),
+        ):
+            buffer[:, :1].fill_(2.0)
+            load()
+            assert torch.equal(buffer.cpu(), torch.ones(2, 3))
+        assert model.blocks[0].more.stride() == (1, 0)
+
+
+@pytest.mark.skipif(small.DEVICE != "cpu", reason="the simulated GPU has no complex numbers")
+def test_complex_buffers_are_refused_by_name(tmp_path: Path):
+    value = torch.ones(3, dtype=torch.complex64)
+    with small.prepared(with_buffer(value), tmp_path) as (model, optimizer):
+        with pytest.raises(UnsupportedError, match=r"'model.blocks.0.more' is torch.complex64; .* persistent=False"):
+            outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+        with pytest.raises(UnsupportedError, match=r"'blocks.0.more' is torch.complex64; .* persistent=False"):
+            outcore.save_pretrained(model, tmp_path / "weights")
+    assert not list((tmp_path / "c").iterdir())
+    with small.prepared(with_buffer(value, persistent=False), tmp_path) as (model, optimizer):
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
 
 
 def test_small_state_of_schedulers(run: Any, tmp_path: Path):

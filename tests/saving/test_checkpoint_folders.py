@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import outcore
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, DiskError
 from outcore.memory.files import checkpoint_file, checkpoint_folder, locked_folder
 from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import read_manifest
@@ -36,6 +36,27 @@ from .test_training_state import state_of
 def run(tmp_path: Path) -> Iterator[Any]:
     with small.prepared(small.build("plain", num_blocks=1), tmp_path) as pair:
         yield pair
+
+
+def test_names_that_no_folder_can_have(run: Any, tmp_path: Path):
+    """The system refuses to look at them."""
+    path = tmp_path / ("x" * 300)
+    with pytest.raises(DiskError, match="ENAMETOOLONG"):
+        outcore.save_checkpoint(*run, path, step=1, wait=True)
+    with pytest.raises(ConfigError, match="there is none"):
+        outcore.load_checkpoint(*run, path)
+    with pytest.raises(DiskError, match="ENAMETOOLONG"):
+        outcore.save_pretrained(run[0], path)
+
+
+def test_a_refused_load_holds_no_lock(run: Any, tmp_path: Path):
+    """Also while the program keeps the error, as a notebook does."""
+    path = outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True).wait()
+    with small.prepared(small.build("plain", num_blocks=2), tmp_path) as pair:
+        with pytest.raises(ConfigError, match="missing there") as kept:
+            outcore.load_checkpoint(*pair, tmp_path / "c")
+        with taken_alone(path, needs_lock=True):
+            assert kept.value
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -241,17 +262,18 @@ def test_tensors_that_the_manifest_describes_otherwise(of: str, run: Any, tmp_pa
     small.same(before, state_of(model, optimizer))
 
 
-def test_who_exports_keeps_what_is_read(run: Any, tmp_path: Path, monkeypatch: Any):
+def test_who_exports_keeps_what_is_read(tmp_path: Path, monkeypatch: Any):
     """A run that goes on would otherwise remove it."""
-    outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True)
-    write = export_checkpoint_module.write_safetensors
+    with small.prepared(small.build("llama"), tmp_path) as run:
+        outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True)
+        write = export_checkpoint_module.write_safetensors
 
-    def removed(*args: Any, **options: Any) -> Any:
-        outcore.save_checkpoint(*run, tmp_path / "c", step=2, keep=1, wait=True)
-        return write(*args, **options)
+        def removed(*args: Any, **options: Any) -> Any:
+            outcore.save_checkpoint(*run, tmp_path / "c", step=2, keep=1, wait=True)
+            return write(*args, **options)
 
-    monkeypatch.setattr(export_checkpoint_module, "write_safetensors", removed)
-    export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
+        monkeypatch.setattr(export_checkpoint_module, "write_safetensors", removed)
+        export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step-00000001", "step-00000002"]
 
 

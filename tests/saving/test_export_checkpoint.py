@@ -12,7 +12,8 @@ from torch import nn
 
 import outcore
 from outcore.core.errors import ConfigError
-from outcore.saving.export_checkpoint import export_checkpoint
+from outcore.saving.export_checkpoint import _Saved, export_checkpoint
+from outcore.spec.checkpoint import Manifest, TensorRecord
 
 from . import small
 from .test_training_state import state_of
@@ -146,13 +147,30 @@ def test_for_fully_sharded_modules(tmp_path: Path):
         small.same(want, torch.load(tmp_path / f"{rank}.pt"))
 
 
+def test_a_subclass_of_the_users_own(tmp_path: Path):
+    model = small.build("llama")
+    model.__class__ = type("MyLlama", (type(model),), {})
+    saved(model, tmp_path)
+    with pytest.raises(ConfigError, match="expected a class of transformers, but .* 'MyLlama'"):
+        export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
+
+
+def test_a_parameter_without_elements_that_several_ranks_saved():
+    """No rank has a part of it."""
+    records = {"model.none": TensorRecord("bfloat16", (0, 3), ())}
+    tensor = _Saved(Path(), Manifest(step=1, files={}, tensors=records)).weight("none")
+    assert (tensor.dtype, tensor.shape) == (torch.bfloat16, (0, 3))
+
+
 def test_frozen_parameters_are_not_there(tmp_path: Path):
     saved(small.build("plain"), tmp_path)
     model: nn.Module = small.build("llama")
     model.model.layers[0].requires_grad_(False)
     saved(model, tmp_path / "llama")
-    with pytest.raises(ConfigError, match="frozen parameters are not saved"):
-        export_checkpoint(tmp_path / "llama" / "c", tmp_path / "out", "hf")
+    for folder, form in ((tmp_path / "llama", "hf"), (tmp_path / "llama", "dcp"), (tmp_path, "hf"), (tmp_path, "dcp")):
+        with pytest.raises(ConfigError, match="frozen parameters are not saved"):
+            export_checkpoint(folder / "c", tmp_path / "out", form)
+        assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="empty or not there yet"):
         export_checkpoint(tmp_path / "c", tmp_path, "hf")
     with pytest.raises(ConfigError, match="--merge"):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import outcore
 from outcore.core.errors import DiskError, OutcoreError
+from outcore.integrations.saves import _move_into
 from outcore.memory.files import weights_layout
 from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile
 from outcore.memory.files.checkpoint_folder import read_manifest
@@ -107,6 +108,24 @@ def test_adapters(kind: str, tier: str, tmp_path: Path, monkeypatch: pytest.Monk
             with safe_open(want, "pt") as a, safe_open(got, "pt") as b:
                 assert a.metadata() == b.metadata()
             assert_aligned(got)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft uses the old name
+def test_an_adapter_whose_name_is_a_path(tmp_path: Path):
+    """As a Trainer saves it: small files in a folder of their own, which are moved to the weights at last."""
+    model = small.build("llama")
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]), adapter_name="team/one")
+    with small.prepared(model, tmp_path) as (model, _):
+        engine = engine_of(model, "a test")
+        with begun(engine, tmp_path / "c", lambda files: Manifest(step=1, files=files), list) as (unfinished, save):
+            inner = unfinished.path / "inner"
+            LibraryFiles(engine, unfinished, save).weights(inner)
+            _move_into(inner, unfinished.path)
+        save.wait()
+    names = {path.name for path in (tmp_path / "c" / "team" / "one").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_a_second_file_of_a_name(tmp_path: Path):

@@ -13,6 +13,7 @@ import outcore
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.optim import Rule, State
 from outcore.optim.joined import Joined
+from outcore.saving import training_state
 from outcore.saving.training_state import load_states, save_states
 
 from . import small
@@ -254,6 +255,52 @@ def test_codes_are_not_edited_alone(tmp_path: Path) -> None:
             optimizer.state[param] = {name: saved[name] for name in ("step", "exp_avg")}
         optimizer.state[param] = saved
         small.same(saved, {name: value.fetch() for name, value in state.items()})
+
+
+def decaying(name: str, folder: Path) -> Any:
+    model = small.build("llama")
+    optimizer = getattr(torch.optim, name)(trained(model), lr=1e-2, weight_decay=0.1)
+    return small.prepared(model, folder, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("how", ["state dict", "states", "checkpoint"])
+def test_an_adamw_that_gets_states_of_an_adam_stays_one(how: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """As in torch. Files of earlier versions do not name the optimizer that saved them."""
+    with decaying("Adam", tmp_path) as (model, optimizer), monkeypatch.context() as patch:
+        patch.setattr(training_state, "class_names", lambda _: [None])
+        small.train(model, optimizer)
+        state_dict = optimizer.state_dict()
+        save_states(optimizer, tmp_path / "states")
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+    with decaying("AdamW", tmp_path) as (model, optimizer):
+        load = {
+            "state dict": lambda: optimizer.load_state_dict(state_dict),
+            "states": lambda: load_states(optimizer, tmp_path / "states"),
+            "checkpoint": lambda: outcore.load_checkpoint(model, optimizer, tmp_path / "c"),
+        }
+        load[how]()
+        plain = torch.optim.AdamW([torch.zeros(p.shape) for p in optimizer.param_groups[0]["params"]])
+        plain.load_state_dict(state_dict)
+        assert optimizer.param_groups[0].keys() == plain.param_groups[0].keys()
+        for name, value in plain.param_groups[0].items():
+            assert name == "params" or optimizer.param_groups[0][name] == value, name
+
+
+def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
+    with decaying("Adam", tmp_path) as (model, optimizer):
+        small.train(model, optimizer)
+        save_states(optimizer, tmp_path / "states")
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        load_states(optimizer, tmp_path / "states")
+        assert "optimizer_class" not in {*optimizer.param_groups[0], *optimizer.state_dict()["param_groups"][0]}
+    with decaying("AdamW", tmp_path) as (model, optimizer):
+        want = state_of(model, optimizer)
+        with pytest.raises(ConfigError, match="expected states of AdamW in param group 0, but Adam saved them"):
+            outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        with pytest.raises(ConfigError, match="expected states of AdamW in param group 0, but Adam saved them"):
+            load_states(optimizer, tmp_path / "states")
+        small.same(want, state_of(model, optimizer))
 
 
 def test_noise_of_an_optimizer_without_steps_goes_on(tmp_path: Path) -> None:

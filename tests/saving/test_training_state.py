@@ -139,10 +139,10 @@ def test_every_optimizer(build: Any, tmp_path: Path):
 
 def test_settings_of_groups_come_back(tmp_path: Path):
     with small.prepared(small.build("llama"), tmp_path) as (model, optimizer):
-        optimizer.param_groups[0].update(lr=0.1 + 0.2, betas=(0.85, 0.999), initial_lr=1 / 3)
+        optimizer.param_groups[0].update(lr=0.1 + 0.2, betas=(0.85, 0.999), initial_lr=1 / 3, tags=["a"])
         save_states(optimizer, tmp_path / "checkpoint")
         kept = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        optimizer.param_groups[0].update(lr=1.0, betas=(0.5, 0.5), initial_lr=1.0)
+        optimizer.param_groups[0].update(lr=1.0, betas=(0.5, 0.5), initial_lr=1.0, tags=["b"])
         load_states(optimizer, tmp_path / "checkpoint")
         assert {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} == kept
 

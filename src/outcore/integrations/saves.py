@@ -117,7 +117,7 @@ class TrainerSaves:
                 if world is None or world.rank == 0:
                     if is_found:
                         state.save_to_json(inner / TRAINER_STATE_NAME)
-                    _move_up(inner)
+                    _move_into(inner, inner.parent)
         except BaseException:
             state.best_model_checkpoint = before
             raise
@@ -210,16 +210,14 @@ class TrainerSaves:
         handler.on_save = on_save
 
 
-def _move_up(folder: Path) -> None:
-    """Move the content of a folder into its parent. Folders of adapters may be there already, with other files."""
+def _move_into(folder: Path, target: Path) -> None:
+    """Move the content of a folder into another one. Folders of adapters may be there already, with other files."""
     for path in sorted(folder.iterdir()):
-        target = folder.parent / path.name
-        if path.is_dir() and target.is_dir():
-            for inside in sorted(path.iterdir()):
-                inside.rename(target / inside.name)
-            path.rmdir()
+        there = target / path.name
+        if path.is_dir() and there.is_dir():
+            _move_into(path, there)
         else:
-            path.rename(target)
+            path.rename(there)
     folder.rmdir()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -250,8 +250,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         values = [state_dict["state"].get(key, {}) for key in keys]
         for param, state in zip(params, values, strict=True):
             self.engine.states.check(param, state)
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({k: v for k, v in theirs.items() if k not in NOT_TAKEN_OVER})
+        take_over(self, groups)
         for param, state in zip(params, values, strict=True):
             self.engine.states.load(param, state)
 
@@ -264,6 +263,20 @@ class StreamedOptimizer(torch.optim.Optimizer):
         raise UnsupportedError(
             "expected optimizer.state_dict() to save, but the prepared optimizer itself is being copied or pickled"
         )
+
+
+def class_names(optimizer: StreamedOptimizer) -> list[str]:
+    """Return the class name of the optimizer of each param group: torch's class, if it is a subclass of one."""
+    rule = optimizer.engine.settings.expect_rule()
+    return [rule.kind(group).name for group in optimizer.param_groups]
+
+
+def take_over(optimizer: StreamedOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Take over saved settings of all param groups. An AdamW decouples its weight decay afterwards, as in torch."""
+    for mine, theirs, name in zip(optimizer.param_groups, groups, class_names(optimizer), strict=True):
+        mine.update({k: v for k, v in theirs.items() if k not in NOT_TAKEN_OVER})
+        if name == "AdamW" and "decoupled_weight_decay" in mine:
+            mine["decoupled_weight_decay"] = True
 
 
 def _has_begun(kind: Kind, values: Mapping[str, Any]) -> bool:

@@ -19,12 +19,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
-from outcore.optim.formats import NOT_TAKEN_OVER
 from outcore.planning.units.quantized import FULL_CHECKSUM
 from outcore.planning.units.wrapped import Wrapping, is_wrapped
 from outcore.ranks.agreement import agree, agreed
@@ -40,11 +38,12 @@ from outcore.saving.shared import (
     all_random_states,
     buffers_of,
     odd_buffers,
+    restore_buffer,
     restore_odd_buffers,
     restore_random_states_of,
 )
 from outcore.saving.small_state import encode, random_states, read_small, write_small
-from outcore.saving.training_state import like_setting, plain_setting
+from outcore.saving.training_state import refuse_other_classes, saved_settings, take_settings
 from outcore.saving.unit_files import as_shown, load_param, records, sections, write_units
 from outcore.saving.weights.conversions import is_adapter_model, is_pretrained_model
 from outcore.spec.checkpoint import MANIFEST_NAME, Manifest, PartRecord, TensorRecord
@@ -114,10 +113,8 @@ def _begin_save(
         _refuse_unfit(engine, step, extra, keep)
         small: dict[str, Any] = {"extra": dict(extra), "random": random_states(engine.device)}
         encode(small["extra"], {})
-        groups = [
-            {"params": names, **{k: plain_setting(k, v) for k, v in group.items() if k != "params"}}
-            for group, names in zip(optimizer.param_groups, _group_names(optimizer), strict=True)
-        ]
+        described = zip(_group_names(optimizer), saved_settings(optimizer), strict=True)
+        groups = [{"params": names, **settings} for names, settings in described]
         for unit in engine.units:
             take_edits(unit, engine.access)
         target = directory / f"step-{step:08d}"
@@ -218,6 +215,12 @@ class Resumed:
         Raises:
             ConfigError: It is of another model, optimizer or precision. Nothing was changed.
         """
+        try:
+            return self._taken_over(optimizer)
+        finally:  # at once: an error that is kept would keep this object
+            self._let_go()
+
+    def _taken_over(self, optimizer: StreamedOptimizer) -> dict[str, Any]:
         engine, path, manifest, call = optimizer.engine, self._path, self._manifest, "load_checkpoint"
         if engine.access.world is not None:
             agree(engine.access.world, {f"step of the checkpoint in '{path.parent}'": str(manifest.step)}, call=call)
@@ -233,11 +236,8 @@ class Resumed:
                     unit.steps[i] = manifest.steps[spec.name]
             _load_buffers(engine, path)
             restore_odd_buffers(small["buffers"], engine)
-            for group, settings in zip(optimizer.param_groups, manifest.groups, strict=True):
-                taken = {k: v for k, v in settings.items() if k not in NOT_TAKEN_OVER}
-                group.update({k: like_setting(group.get(k), v) for k, v in taken.items()})
+            take_settings(optimizer, manifest.groups)
             restore_random_states_of(small["ranks"], engine, call)
-        self._let_go()
         return {**small["extra"], "step": manifest.step}
 
 
@@ -391,6 +391,7 @@ def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest,
             f"groups were saved, and the optimizer has {len(optimizer.param_groups)} or others in them; build it as in "
             "the run that saved them"
         )
+    refuse_other_classes(f"checkpoint '{path}'", optimizer, manifest.groups)
     if frozen.keys() != manifest.frozen.keys():
         name = min(frozen.keys() ^ manifest.frozen.keys())
         raise ConfigError(
@@ -419,6 +420,5 @@ def _load_buffers(engine: Engine, path: Path) -> None:
     buffers = buffers_of(engine)
     if buffers:
         saved = WeightsDirectory.open(path, _BUFFERS)
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(saved.read(f"model.{name}"))
+        for name, buffer in buffers.items():
+            restore_buffer(buffer, saved.read(f"model.{name}"))

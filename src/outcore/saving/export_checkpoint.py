@@ -24,9 +24,11 @@ from outcore.memory.files.staged_files import copy_files
 from outcore.memory.files.weights_file import write_safetensors
 from outcore.optim.compact import masters_of
 from outcore.planning.units.quantized import full_checksum
+from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import sample_of
 from outcore.saving.checkpoint import LIBRARY
 from outcore.saving.found import found
+from outcore.saving.training_state import OPTIMIZER_CLASS
 from outcore.saving.weights.conversions import Group, saving_groups
 from outcore.saving.weights.export import adapter_names, saved_state
 from outcore.saving.weights.state_names import places
@@ -64,6 +66,8 @@ def _export(saved: _Saved, directory: Path, form: Format, *, merge: bool) -> Non
     is_adapter = (saved.library / "adapter_config.json").is_file()
     if merge and (form != "hf" or not is_adapter):
         raise ConfigError("--merge: expected a model with adapters, and the format hf; leave it out")
+    if saved.manifest.frozen and not is_adapter:
+        raise _frozen(min(saved.manifest.frozen))
     if form == "dcp":
         _write_dcp(saved, directory)
     elif not (saved.library / "config.json").is_file():
@@ -90,7 +94,10 @@ class _Saved:
 
     def _flat(self, name: str) -> torch.Tensor:
         """A tensor as it lay in memory (1D)."""
-        flats = [self._tensors[part.file](name).reshape(-1) for part in self.manifest.tensors[name].parts]
+        record = self.manifest.tensors[name]
+        flats = [self._tensors[part.file](name).reshape(-1) for part in record.parts]
+        if not flats:  # several ranks saved it, and none has an element of it
+            return torch.empty(0, dtype=torch_dtype(record.dtype), device="cpu")
         return flats[0] if len(flats) == 1 else torch.cat(flats)
 
     def _shaped(self, name: str, flat: torch.Tensor) -> torch.Tensor:
@@ -101,10 +108,7 @@ class _Saved:
     def weight(self, name: str) -> torch.Tensor:
         """A parameter or buffer, in the dtype that the model computes with."""
         if f"model.{name}" not in self.manifest.tensors:
-            raise ConfigError(
-                f"export: expected '{name}' in the checkpoint, but frozen parameters are not saved; go on from the "
-                "checkpoint (prepare(checkpoint=...)), and call outcore.save_pretrained(model, DIR) there"
-            )
+            raise _frozen(name)
         return self.read(f"model.{name}")
 
     def states(self, name: str) -> dict[str, torch.Tensor]:
@@ -118,13 +122,29 @@ class _Saved:
         return states
 
 
+_GO_ON = "go on from the checkpoint (prepare(checkpoint=...)), and call outcore.save_pretrained(model, DIR) there"
+
+
+def _frozen(name: str) -> ConfigError:
+    return ConfigError(f"export: expected '{name}' in the checkpoint, but frozen parameters are not saved; {_GO_ON}")
+
+
+def _class_of(config: Any) -> Any:
+    import transformers
+
+    name = config.architectures[0]
+    if not hasattr(transformers, name):
+        raise ConfigError(f"export: expected a class of transformers, but the model is a '{name}'; {_GO_ON}")
+    return getattr(transformers, name)
+
+
 def _built(library: Path) -> nn.Module:
     """The model, built on the meta device."""
     refuse_missing("transformers")
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(library)
-    kind = getattr(transformers, config.architectures[0])
+    kind = _class_of(config)
     if not (library / "adapter_config.json").is_file():
         with torch.device("meta"):
             return kind(config)
@@ -188,7 +208,7 @@ def _merged(saved: _Saved, model: Any, adapters: Path) -> Any:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(saved.library)
-    plain = getattr(transformers, config.architectures[0]).from_pretrained(base, dtype=config.dtype)
+    plain = _class_of(config).from_pretrained(base, dtype=config.dtype)
     whole: Any = PeftModel.from_pretrained(plain, str(adapters))
     frozen, full, unknown = saved.manifest.frozen, saved.manifest.full, list[str]()
     with_parts = {name.rpartition(".")[0] for name in frozen}
@@ -234,4 +254,5 @@ def _write_dcp(saved: _Saved, directory: Path) -> None:
 def _as_trained(group: Mapping[str, Any]) -> dict[str, Any]:
     """A param group with the kernel that was used: the fused one if none was chosen. Other kernels give other bits."""
     is_open = group.get("fused", False) is None and not group.get("foreach") and "lr_decay" not in group
-    return {**group, "fused": True} if is_open else dict(group)
+    settings = {name: value for name, value in group.items() if name != OPTIMIZER_CLASS}
+    return {**settings, "fused": True} if is_open else settings

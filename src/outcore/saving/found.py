@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 def found_in(directory: Path) -> list[tuple[int, Path]]:
     """Steps and paths of the checkpoints in a folder, newest first. They may be damaged."""
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # False if the system refuses to look, where Path raises
         return []
     steps = [(int(match[1]), path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
     return sorted((pair for pair in steps if (pair[1] / MANIFEST_NAME).is_file()), reverse=True)
@@ -45,11 +46,11 @@ def found(directory: Path, *, step: int | None = None, check: bool = True) -> It
         ConfigError: There is no checkpoint, or it is damaged.
     """
     with ExitStack() as holding:
-        if (directory / MANIFEST_NAME).is_file() and step is None:
+        if os.path.isfile(directory / MANIFEST_NAME) and step is None:
             holding.enter_context(held(directory))
             yield _of_a_run(directory, read_manifest(directory, check=check))
             return
-        if directory.is_dir():
+        if os.path.isdir(directory):
             clear_away(directory)
         yield _of_a_run(*_newest(directory, step, holding, check=check))
 

@@ -198,7 +198,7 @@ class LibraryFiles:
         files: dict[str, CheckpointFile] = {}
         for laid in laid_out:
             file = self._unfinished.create(laid.name, laid.nbytes)
-            file.path.parent.mkdir(exist_ok=True)
+            file.path.parent.mkdir(parents=True, exist_ok=True)
             append_bytes(file, laid.header)
             files |= dict.fromkeys(laid.tensors, file)
         if index is not None:

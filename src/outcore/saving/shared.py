@@ -163,8 +163,15 @@ def odd_buffers(engine: Engine) -> list[dict[str, torch.Tensor]]:
 
 
 @torch.no_grad()
+def restore_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a saved value into a buffer. Elements along an expanded dimension (of stride 0) share memory."""
+    for dim in (i for i, stride in enumerate(buffer.stride()) if stride == 0 and buffer.shape[i]):
+        buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    buffer.copy_(value)
+
+
 def restore_odd_buffers(saved: Sequence[Mapping[str, torch.Tensor]], engine: Engine) -> None:
     """Restore this rank's values of such buffers, if as many ranks saved them. Args: saved: By rank."""
     buffers = buffers_of(engine)
     for name, value in (of_this_rank(saved, engine) or {}).items():
-        buffers[name].copy_(value)
+        restore_buffer(buffers[name], value)

@@ -21,16 +21,16 @@ from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 from outcore.memory.files.weights_layout import TensorSpec
-from outcore.optim.formats import NOT_TAKEN_OVER
 from outcore.ranks.agreement import read_by_all
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
-from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.runtime.optimizer import StreamedOptimizer, class_names, take_over
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import shown_states
 from outcore.runtime.values.edits import take_edits
 from outcore.saving.found import refuse_other_tensors
+from outcore.saving.shared import restore_buffer
 from outcore.saving.unit_files import as_shown, is_state, load_states_of
 from outcore.saving.weights.conversions import is_adapter_model
 from outcore.saving.weights.load_plan import plan_loading
@@ -39,6 +39,8 @@ from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
 
 STATES = "optimizer"
 """Stem of the names of the files."""
+OPTIMIZER_CLASS = "optimizer_class"
+"""Key in a saved param group for the class name of its optimizer."""
 _KEY = "training_state"
 
 
@@ -91,8 +93,43 @@ def plain_settings(optimizer: StreamedOptimizer) -> dict[str, Any]:
     """Steps and settings of param groups. Raises: UnsupportedError: JSON cannot hold a setting of a param group."""
     return {
         "steps": {name: unit.steps[i] for name, (unit, i) in trained_params(optimizer)},
-        "groups": [{k: plain_setting(k, v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        "groups": saved_settings(optimizer),
     }
+
+
+def saved_settings(optimizer: StreamedOptimizer) -> list[dict[str, Any]]:
+    """Settings of each param group, and the class of its optimizer. Raises: As ``plain_settings``."""
+    return [
+        {**{k: _plain(k, v) for k, v in group.items() if k != "params"}, OPTIMIZER_CLASS: name}
+        for group, name in zip(optimizer.param_groups, class_names(optimizer), strict=True)
+    ]
+
+
+def take_settings(optimizer: StreamedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Take over what ``saved_settings`` returned, in the types that the groups use."""
+    pairs = zip(optimizer.param_groups, saved, strict=True)
+    settings = [{k: _like(mine.get(k), v) for k, v in group.items() if k != OPTIMIZER_CLASS} for mine, group in pairs]
+    take_over(optimizer, settings)
+
+
+def refuse_other_classes(what: str, optimizer: StreamedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse states of another kind of optimizer. Files of earlier versions do not name it, and are taken.
+
+    Args:
+        what: What is loaded, for the error.
+        optimizer: The prepared optimizer.
+        saved: What ``saved_settings`` returned.
+
+    Raises:
+        ConfigError: A class differs.
+    """
+    for number, (here, group) in enumerate(zip(class_names(optimizer), saved, strict=True)):
+        there = group.get(OPTIMIZER_CLASS)
+        if there not in (None, here):
+            raise ConfigError(
+                f"{what}: expected states of {here} in param group {number}, but {there} saved them; resume with the "
+                "optimizer of the run that saved them"
+            )
 
 
 def step_of_states(directory: str | Path) -> int | None:
@@ -132,8 +169,8 @@ def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
             f"optimizer states '{path}': expected {len(optimizer.param_groups)} param groups as the optimizer "
             f"has, but {len(groups)} were saved; build it as in the run that saved them"
         )
-    for group, settings in zip(optimizer.param_groups, groups, strict=True):
-        group.update({k: like_setting(group.get(k), v) for k, v in settings.items() if k not in NOT_TAKEN_OVER})
+    refuse_other_classes(f"optimizer states '{path}'", optimizer, groups)
+    take_settings(optimizer, groups)
     for name, (unit, i) in trained.items():
         if manifest is None:
             for state, _, _ in _specs(name, unit, i):
@@ -167,7 +204,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     for tensor in {id(p.tensor): p.tensor for p in places(model) if loading.holds(p.tensor)}.values():
         found = engine.places.get(id(tensor))
         if found is None:
-            tensor.copy_(loading.read(tensor))  # a buffer
+            restore_buffer(tensor, loading.read(tensor))
             continue
         take_edits(found[0], engine.access)
         engine.access.write_weight(*found, loading.read(tensor))
@@ -279,10 +316,10 @@ def _shown(spec: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
     return "missing" if spec is None else f"{spec[0]} {spec[1]}"
 
 
-def plain_setting(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any) -> Any:
     """A setting in a form that JSON holds exactly: Python writes floats with as many digits as they need."""
     value = value.tolist() if isinstance(value, torch.Tensor) else value
-    value = [plain_setting(name, v) for v in value] if isinstance(value, list | tuple) else value
+    value = [_plain(name, v) for v in value] if isinstance(value, list | tuple) else value
     if not isinstance(value, str | int | float | bool | list | None):
         raise UnsupportedError(
             f"optimizer states: expected numbers, strings and lists in param groups, but '{name}' is a "
@@ -291,8 +328,8 @@ def plain_setting(name: str, value: Any) -> Any:
     return value
 
 
-def like_setting(mine: Any, saved: Any) -> Any:
+def _like(mine: Any, saved: Any) -> Any:
     """A saved setting in the type that the group uses: JSON has no tuples and no tensors."""
     if isinstance(mine, torch.Tensor):
         return torch.as_tensor(saved, dtype=mine.dtype, device=mine.device)
-    return tuple(saved) if isinstance(saved, list) else saved
+    return tuple(saved) if isinstance(saved, list) and not isinstance(mine, list) else saved

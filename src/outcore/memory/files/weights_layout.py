@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from outcore.core.errors import UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, align_up
 
 DTYPES = {
@@ -123,10 +124,18 @@ def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str],
         specs: Tensors in the order of their bytes, without holes between them.
         metadata: Strings for the header's metadata.
         align: Alignment of the first tensor's first byte.
+
+    Raises:
+        UnsupportedError: A tensor has a dtype that files cannot hold.
     """
     fields: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for name, dtype, shape in specs:
+        if dtype not in DTYPE_NAMES:
+            raise UnsupportedError(
+                f"weights: expected dtypes that files can hold, but '{name}' is {dtype}; register a buffer that need "
+                "not be saved with persistent=False, or keep a complex one as a real one (torch.view_as_real)"
+            )
         stop = start + math.prod(shape) * dtype.itemsize
         fields[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop

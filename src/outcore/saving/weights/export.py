@@ -7,6 +7,7 @@ are settled on meta tensors; the weights are then read from their homes as they 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def save_model(engine: Engine, directory: str | Path) -> None:
     is_first = world is None or world.rank == 0
     if is_first or engine.has_cut_weights:
         with agreed(world if engine.has_cut_weights else None, "save_pretrained"):
-            if Path(directory).is_file():
+            if os.path.isfile(directory):
                 raise ConfigError(f"save_pretrained: expected a directory, but '{directory}' is a file")
             _save(engine, directory, writes=is_first)
 
