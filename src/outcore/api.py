@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from outcore.arguments import cut_model, note_given
+from outcore.arguments import cut_model, note_given, thaw, trained_in
 from outcore.choice import Options, Reduction
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.device.faults import Faults
@@ -171,11 +171,15 @@ def plan_in_time(
     """``plan_for``, together with predicted steps of the plan if sample and machine are known."""
     given = of_this_rank(Options(**{name: value for name, value in options.items() if value is not None}))
     compiling = Compiling(given.compile)
-    _, cut = cut_model(model, as_one(optimizer), given)
-    with open_device(given.device, Faults(), None) as device:
-        compiling.check(cut, device.torch_device)
-        spec, plan, timed = chosen_alone(cut, given, device)
-        return spec, plan, timed.predict(plan) if is_timed else None
+    trained = trained_in(model)
+    try:
+        _, cut = cut_model(model, as_one(optimizer), given)
+        with open_device(given.device, Faults(), None) as device:
+            compiling.check(cut, device.torch_device)
+            spec, plan, timed = chosen_alone(cut, given, device)
+            return spec, plan, timed.predict(plan) if is_timed else None
+    finally:
+        thaw(trained)
 
 
 def free_budget(budget: Budget, *, device: torch.device | str | None = None) -> Budget:
@@ -313,8 +317,15 @@ _ORIGINS: weakref.WeakKeyDictionary[Engine, dict[str, Origin]] = weakref.WeakKey
 
 
 def _prepare(model: nn.Module, optimizers: _Optimizers, options: Options, *for_test: Any) -> Prepared:
-    with joined(options) as (world, own):
-        return _prepare_rank(world, model, optimizers, own, *for_test)
+    trained = trained_in(model)
+    try:
+        with joined(options) as (world, own):
+            prepared = _prepare_rank(world, model, optimizers, own, *for_test)
+    except BaseException:
+        thaw(trained)
+        raise
+    switch_off_checkpointing(model)  # last: its warning may be an error, and then close(model) must work
+    return prepared
 
 
 def _prepare_rank(
@@ -363,7 +374,6 @@ def _prepare_rank(
         error.add_note(f"outcore.prepare() did not finish; {engine.attached.what_is_left()}")
         engine.close()
         raise
-    switch_off_checkpointing(model)
     _ENGINES.add(engine)
     _ORIGINS[engine] = origins
     if optimizer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -42,6 +43,17 @@ def cut_model(
         precision=options.precision,
         micro_batches_in_unit=options.micro_batches_in_unit or 1,
     )
+
+
+def trained_in(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require gradients, for ``thaw``; none of something that is no module."""
+    return [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
+
+
+def thaw(trained: Iterable[nn.Parameter]) -> None:
+    """Undo what ``cut_model`` has frozen. Args: trained: From ``trained_in``, before."""
+    for param in trained:
+        param.requires_grad = True
 
 
 def note_given(optimizer: torch.optim.Optimizer) -> None:

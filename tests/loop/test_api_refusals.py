@@ -127,6 +127,41 @@ def test_out_of_device_memory_in_prepare(tmp_path, monkeypatch):
         train(model, optimizer)
 
 
+@pytest.mark.parametrize(
+    "options", [{"units": ["nosuch"]}, {"budget": outcore.Budget(device=100, host=100)}], ids=["units", "budget"]
+)
+def test_a_refused_prepare_leaves_parameters_trainable(options):
+    model = make()
+    want = [p.requires_grad for p in model.parameters()]
+    with pytest.raises(outcore.OutcoreError):
+        outcore.prepare(model, None, device=DEVICE, **options)
+    assert [p.requires_grad for p in model.parameters()] == want
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_a_refused_prepare_leaves_the_dtypes_of_gradients(tmp_path):
+    model = make(dtype=torch.bfloat16)
+    optimizer, first = adamw(model), next(model.parameters())
+    first.grad_dtype = torch.float32
+    optimizer.state[first] = {"exp_avg": torch.zeros(3)}
+    want = [p.grad_dtype for p in model.parameters()]
+    with pytest.raises(outcore.ConfigError) as refusal:
+        outcore.prepare(model, optimizer, device=DEVICE, precision="bf16", budget=outcore.Budget(disk=str(tmp_path)))
+    assert "those that had values keep them" in refusal.value.__notes__[0]
+    assert [p.grad_dtype for p in model.parameters()] == want
+
+
+@pytest.mark.filterwarnings("error:outcore recomputes units itself")
+def test_a_warning_that_is_an_error_comes_when_all_is_done():
+    model = make()
+    model.gradient_checkpointing = True
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(UserWarning, match="activation checkpointing was switched off"):
+        outcore.prepare(model, adamw(model), device=DEVICE)
+    outcore.close(model)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
 @pytest.mark.parametrize("sample", [(1,), torch.zeros(2, 3), "batch"], ids=["tuple", "tensor", "text"])
 def test_a_sample_is_keyword_arguments(sample, tmp_path):
     model = make()

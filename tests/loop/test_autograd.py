@@ -61,6 +61,31 @@ def test_evaluation_comes_first_and_between(kind, mode, tmp_path):
     same(drive, kind, tmp_path)
 
 
+class EnablesGrad(Block):
+    @torch.enable_grad()
+    def forward(self, x):
+        return x if x.requires_grad else super().forward(x)
+
+
+def test_a_graph_that_enable_grad_makes_inside_no_grad(tmp_path):
+    def drive(model, optimizer):
+        x = torch.ones(2, WIDTH, device=DEVICE)
+        leaf = torch.ones(2, WIDTH, device=DEVICE, requires_grad=True)
+        given = leaf * 2
+        with torch.no_grad():
+            assert model.blocks[0](given) is given
+            x = model.blocks[0](x)
+        given.sum().backward()  # an argument that a unit returns has no weights in its graph
+        x.sum().backward()
+        return leaf.grad, [p.grad.clone() for p in model.blocks[0].parameters() if p.grad is not None]
+
+    same(drive, "device", tmp_path, build=lambda: Tower(EnablesGrad))
+    model = make(lambda: Tower(EnablesGrad))
+    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+        with pytest.raises(outcore.UnsupportedError, match=r"unit 'blocks.0'.* enable_grad\(\) inside of no_grad\(\)"):
+            drive(model, optimizer)
+
+
 @agrees(*BLOCKS)
 def test_graphs_without_backward(model, optimizer):
     model.loss(batch(1))

@@ -368,6 +368,62 @@ class ChangedOutside(Tower):
         return self.head(x)
 
 
+class Skipped(Block):
+    """Returns what it gets, and a result less, in every other call."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor, passed: torch.Tensor) -> Any:
+        if self.skips:
+            return x, passed, x.mean().exp()
+        y = super().forward(x)
+        return y, passed, (0.1 * y).mean().exp(), (0.2 * y).mean().exp()
+
+
+class Skipping(Tower):
+    def __init__(self) -> None:
+        super().__init__(Skipped)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, beside = self.embed(ids), torch.zeros((), device=DEVICE)
+        for block in self.blocks:
+            x, _, *rest = block(x, x)
+            beside = beside + sum(rest)
+        return self.head(x) + beside
+
+
+@PLAIN
+def test_calls_with_fewer_results(kind: str, room: int, tmp_path: Path):
+    def drive(model: nn.Module, optimizer: Any) -> Any:
+        losses = []
+        for step in range(4):
+            for i, block in enumerate(model.blocks):
+                block.skips = (step + i) % 2 == 1
+            losses += train(model, optimizer, 1, seed=step)
+        return losses
+
+    same(drive, kind, room, tmp_path, Skipping)
+
+
+def test_an_argument_that_a_kept_unit_returns_is_not_its_result(tmp_path: Path):
+    def drive(model: nn.Module, optimizer: Any) -> Any:
+        losses = []
+        for step in range(2):
+            x = model.embed(batch(step))
+            passed = given = model.head.weight.square().sum()
+            for block in model.blocks:
+                x, passed, *_ = block(x, passed)
+            (grad,) = torch.autograd.grad(passed, model.head.weight, create_graph=True)
+            assert passed is given
+            losses.append(x.square().mean() + grad.square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    same(drive, "plain", 2**30, tmp_path, Skipping)
+
+
 class Checkpointed(Tower):
     """Calls blocks inside of the user's own checkpoints."""
 

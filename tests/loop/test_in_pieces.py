@@ -490,6 +490,19 @@ class Mixing(Block):
         return super().forward(x - x.mean(0))
 
 
+class Infinite(Mixing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.nan_to_num(0.0, 0.0, 0.0)).index_fill(-1, torch.tensor(0, device=x.device), torch.inf)
+
+
+class NotFinite(Block):
+    """Returns NaN and infinity beside rows that are apart."""
+
+    def forward(self, x: Any) -> Any:
+        result = super().forward(x[0] if isinstance(x, tuple) else x)
+        return result, torch.full_like(result, torch.nan), torch.full_like(result, -torch.inf)
+
+
 class SequenceFirst(nn.Module):
     """Has its batch in the second dimension."""
 
@@ -525,6 +538,7 @@ class Scored(Tower):
     ("build", "said"),
     [
         (tower(Mixing), "the result of one of them depends on another"),
+        (tower(Infinite), "the result of one of them depends on another"),
         (tower(SequenceFirst), "the result of one of them depends on another"),
         (Scored, "a result of two rows has shape"),
     ],
@@ -534,6 +548,14 @@ def test_what_cannot_be_cut_is_refused(build: Callable[[], nn.Module], said: str
         for ids in (torch.zeros_like(batch(0, ROWS)), batch(0, ROWS)):  # equal rows are refused, too
             with pytest.raises(UnsupportedError, match=said):
                 model(ids)
+
+
+def test_results_that_are_not_finite(tmp_path: Path) -> None:
+    class Net(Scored):
+        def __init__(self) -> None:
+            Tower.__init__(self, NotFinite)
+
+    same(tmp_path, Net)
 
 
 def test_options_that_cannot_be(tmp_path: Path) -> None:

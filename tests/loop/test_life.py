@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import outcore
+from outcore.runtime.unit.unit import Beneath, Presence
 from outcore.runtime.values.access import Access
 
 from .rig import DEVICE, KINDS, RESIDENT, Tower, adamw, agrees, assert_same, batch, make, prepared, same, train
@@ -90,6 +91,32 @@ def test_forward_and_backward_while_gathered(model, optimizer):
     after.backward()
     optimizer.step()
     return inside, before, after
+
+
+@agrees(*KINDS, "host keep")
+def test_a_graph_over_gathered_parameters_is_walked_after_the_block(model, optimizer):
+    gathered = outcore.gathered if hasattr(optimizer, "engine") else lambda target: nullcontext()
+    loss = model.loss(batch())
+    with gathered(model.blocks), gathered(model):
+        norms = sum(p.pow(2).sum() for p in model.parameters())
+        inside = model.loss(batch(1))
+    (loss + norms).backward()
+    inside.backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    return loss, norms, inside, grads
+
+
+@pytest.mark.parametrize("kind", ["plain loop", *KINDS])
+def test_a_graph_over_parameters_that_the_block_changes_is_refused(kind, tmp_path):
+    model, is_plain = make(), kind == "plain loop"
+    with nullcontext() if is_plain else prepared(model, adamw(model), kind, tmp_path):
+        with nullcontext() if is_plain else outcore.gathered(model):
+            norm = model.get_parameter(NAME).pow(2).sum()
+            with torch.no_grad():
+                model.get_parameter(NAME).mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|gathered: .* was changed in place"):
+            norm.backward()
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
@@ -392,6 +419,16 @@ def test_prepared_again_after_close(kind, tmp_path):
     assert_same(*after)
 
 
+def test_a_module_s_own_methods_are_there_again_after_close(tmp_path):
+    model = make()
+    own = {"__deepcopy__": lambda memo: "mine", "_apply": Mock(), "_load_from_state_dict": Mock()}
+    layer = model.blocks[0].up
+    layer.__dict__.update(own)
+    with prepared(model, adamw(model), "host", tmp_path):
+        assert layer.__dict__["__deepcopy__"] is not own["__deepcopy__"]
+    assert {name: layer.__dict__[name] for name in own} == own
+
+
 def test_what_was_frozen_to_evaluate_is_trained_again(tmp_path):
     model = make()
     want = {name: param.requires_grad for name, param in model.named_parameters()}
@@ -431,6 +468,24 @@ def test_an_interrupt_while_closing_keeps_the_weights(tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             outcore.close(model)
     assert_same(want, dict(model.state_dict()))
+
+
+def test_an_interrupt_while_closing_does_not_stop_the_rest(tmp_path, monkeypatch):
+    model = make()
+    with prepared(model, adamw(model), "device", tmp_path):
+        hide, calls = Presence.hide, []
+
+        def interrupted(presence, **options):
+            calls.append(presence)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            hide(presence, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Presence, "hide", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                outcore.close(model, keep_weights=False)
+    assert sum(presence.now is Beneath.ABSENT for presence in calls) == len(calls) - 1 == len(model.blocks)
 
 
 def test_the_end_of_a_block_closes_in_any_case(tmp_path, monkeypatch):

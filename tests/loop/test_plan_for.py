@@ -35,6 +35,13 @@ def test_is_the_plan_that_prepare_follows(place: str, precision: str | None, tmp
         assert (streamed.model_spec, streamed.plan) == (spec, plan)
 
 
+def test_without_an_optimizer_nothing_stays_frozen(tmp_path: Path):
+    model, _ = build("meta")
+    spec, _ = plan_for(model, None, budget=outcore.Budget(disk=tmp_path))
+    assert not any(unit.trainable for unit in spec.units)
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_refuses_what_prepare_refuses(tmp_path: Path):
     model, optimizer = build("meta")
     with pytest.raises(outcore.PlanInfeasibleError) as caught:

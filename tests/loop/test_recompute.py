@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter as Tally
+from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import outcore
+from outcore.runtime.recompute.checks import FIRST_CALLS
 
 from .rig import DEVICE, KINDS, WIDTH, Tower, adamw, batch, make, prepared, same, train
 
@@ -50,6 +52,7 @@ class OwnGenerators(Base):
         self.numpy = np.random.default_rng(5)
         self.legacy = np.random.RandomState(6)
         self.python = random.Random(7)
+        self.system = random.SystemRandom()  # has no state
 
     def forward(self, x):
         mask = torch.rand(x.shape, generator=self.generator) < 0.8
@@ -98,6 +101,24 @@ class Containers(Base):
         return self.core(x) * len(self.log) + sum(self.window) + self.state["means"][-1] / self.state["calls"]
 
 
+class MoreContainers(Base):
+    def __init__(self):
+        super().__init__()
+        self.tally, self.sums, self.turns = Tally(a=1), defaultdict(float), {"x": 0.1, "y": 0.3, "z": 0.7}
+        self.order, self.sizes, self.bins = OrderedDict(p=2, q=3), {"array": np.zeros(3)}, np.zeros((2, 2))
+
+    def forward(self, x):
+        self.tally["a"] += 2
+        self.sums["b"] += 0.5
+        first = next(iter(self.turns))
+        self.turns[first] = self.turns.pop(first)
+        self.order.move_to_end(next(iter(self.order)))
+        self.sizes["array"][0] += 1
+        self.bins += 0.25
+        scale = self.turns[first] + self.sums["b"] + self.order[next(iter(self.order))] + self.bins.sum()
+        return self.core(x) * float(scale) + self.tally["a"] * float(self.sizes["array"][0])
+
+
 class SilentBuffers(Base):
     def __init__(self):
         super().__init__()
@@ -114,7 +135,7 @@ class SilentBuffers(Base):
         return self.core(x * self.factor.clone()) * float(self.large.mean()) + float(self.late)
 
 
-BLOCKS = [PythonRandom, NumpyRandom, OwnGenerators, Counter, RunningTensor, Containers, SilentBuffers]
+BLOCKS = [PythonRandom, NumpyRandom, OwnGenerators, Counter, RunningTensor, Containers, MoreContainers, SilentBuffers]
 
 
 class All(nn.Module):
@@ -152,7 +173,9 @@ def left_in(module):
         if isinstance(value, list | deque):
             return [plain(v) for v in value]
         if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
+            return [(k, plain(v)) for k, v in value.items()]
+        if isinstance(value, np.ndarray):
+            return torch.from_numpy(value.copy())
         return value if isinstance(value, torch.Tensor | int | float | str | None) else None
 
     names = (n for n in module.__dict__ if not n.startswith("_") and n != "forward")
@@ -191,6 +214,37 @@ def test_what_a_block_sees_and_changes(block, policy, tmp_path):
 @pytest.mark.parametrize("kind", ["device", "disk"])
 def test_all_of_it_in_one_block(kind, policy, tmp_path):
     same(drive, kind, tmp_path, build=lambda: Tower(All, 2), policy=policy, units=[All])
+
+
+class Replaced(Base):
+    """A caller replaces its tensors by others that are equal at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.more, self.grows = None, [None], 0.0
+
+    def forward(self, x):
+        scale = self.scale if self.more[0] is None else self.more[0]
+        scale += self.grows
+        return self.core(x) * scale
+
+
+@pytest.mark.parametrize("place", ["attribute", "list"])
+def test_an_attribute_that_is_replaced_by_an_equal_tensor(place, tmp_path):
+    def drive(model, optimizer):
+        losses = []
+        for step in range(FIRST_CALLS + 4):  # no longer compared with forward at the end
+            for block in model.blocks:
+                block.grows = float(step > FIRST_CALLS)
+                new = torch.tensor(1.0 + max(0, step - FIRST_CALLS))
+                if place == "attribute":
+                    block.scale = new
+                else:
+                    block.more[0] = new
+            losses += train(model, optimizer, 1, seed=step)
+        return losses, [(block.scale, block.more[0]) for block in model.blocks]
+
+    same(drive, "host", tmp_path, build=lambda: Tower(Replaced), units=[Replaced])
 
 
 class Context:

@@ -74,6 +74,17 @@ def test_gradients() -> None:
             backward(model)
 
 
+def test_nodes_of_different_sizes() -> None:
+    """Each rank knows only the size of its own node, but all must share memory in the same way."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LOCAL_WORLD_SIZE", str(2 - RANK))
+        with outcore.prepare(*build(), device="cpu") as (model, optimizer):
+            assert optimizer.engine.access.world.local_size == 2
+            backward(model)
+            assert all(torch.equal(p.grad.clone(), g) for p, g in zip(model.parameters(), mean(), strict=True))
+            optimizer.step()
+
+
 def test_one_rank_alone() -> None:
     """A rank's loss may reach nothing of a unit; states are cut, and whole when they are read."""
     with outcore.prepare(*build(), device="cpu") as (model, optimizer):

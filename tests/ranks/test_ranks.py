@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from outcore.core.errors import ConfigError
+from outcore.core.ranks import TIMEOUT
+from outcore.ranks.agreement import agree
+from outcore.ranks.world import join_world
+
 from .cases import ADAPTED, CASES, CUT, DEVICE, MACHINES, Case, plain
-from .conftest import launch, launch_and_wait
+from .conftest import free_port, launch, launch_and_wait
 from .faults import Fault
 from .planted import BETWEEN_RANKS
 from .watched import run as run_fault
@@ -81,7 +87,33 @@ def test_all_ranks_visit_the_same_units_by_link(tmp_path):
 def test_what_ranks_see():
     said = launch("from ranks.faces import main; main()", 2)
     assert said[0] == said[1]
-    assert len(said[0].splitlines()) == 7
+    assert len(said[0].splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("MASTER_PORT", None, "prepare: expected MASTER_ADDR .*but: .*MASTER_PORT expected, but not set; start"),
+        ("MASTER_PORT", "abc", "prepare: expected MASTER_ADDR .*'abc'; start with torchrun"),
+        ("RANK", None, "beside WORLD_SIZE and RANK, as torchrun .*RANK expected, but not set; start"),
+        (TIMEOUT, "1e14", "OUTCORE_RANKS_TIMEOUT_S: expected a number of seconds up to 1e[+]09, but got '1e14'"),
+        (TIMEOUT, "nan", "OUTCORE_RANKS_TIMEOUT_S: expected a number of seconds up to 1e[+]09, but got 'nan'"),
+    ],
+)
+def test_an_unusable_environment_is_refused(name, value, match, monkeypatch):
+    given = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), name: value}
+    for key, text in given.items():
+        monkeypatch.delenv(key, raising=False) if text is None else monkeypatch.setenv(key, text)
+    with pytest.raises(ConfigError, match=match):
+        join_world("cpu")
+
+
+def test_a_fact_that_a_rank_lacks_is_named():
+    said = []
+    world = Mock(all_of=lambda mine: said.append(mine) or said)
+    agree(world, {"unit 'a'": "1", "unit 'b'": "2", "precision=": "fp32"})
+    with pytest.raises(ConfigError, match="but unit 'b' of rank 1 differs from rank 0's"):
+        agree(world, {"unit 'a'": "1", "precision=": "fp32"})
 
 
 SAVED = "from ranks.saved import main; main()"

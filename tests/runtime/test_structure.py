@@ -102,3 +102,13 @@ def test_a_hidden_tensor_with_gradient_is_refused():
     take_apart(Box(A), "here")
     with pytest.raises(UnsupportedError, match="here.*inside a Box"):
         take_apart(Box([torch.zeros(1, requires_grad=True)]), "here")
+
+
+def test_plain_values_are_alike_by_value():
+    def form(rows: int) -> Any:
+        values = 0.5 * rows, 1000 * rows, A.new_empty(rows).shape, f"{rows} rows", float("nan")
+        return take_apart((A, *values), "here")[1]
+
+    assert form(3).is_like(form(3))
+    assert not form(3).is_like(form(4))
+    assert not take_apart((1,), "here")[1].is_like(take_apart((1.0,), "here")[1])

@@ -29,8 +29,8 @@ def agree(world: World, facts: Mapping[str, str], *, call: str = "prepare") -> N
     said = world.all_of(mine)
     for rank, theirs in enumerate(said):
         if theirs != said[0]:
-            known = dict(said[0])
-            name = next((name for name, digest in theirs if known.get(name) != digest), "the order of units")
+            known, other = dict(said[0]), dict(theirs)
+            name = next((name for name in known | other if known.get(name) != other.get(name)), "the order of units")
             raise ConfigError(
                 f"{call}: expected the same model, optimizer and arguments on all ranks, but {name} of rank {rank} "
                 "differs from rank 0's; build them from the same settings on every rank"

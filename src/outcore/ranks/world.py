@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import math
 import os
 import pickle
 import threading
@@ -40,6 +39,8 @@ _NAME_BYTES, _DIGEST_BYTES = 120, 8
 """Sizes of the two parts of a tag."""
 _FAILED = "fail"
 _SHORT_S, _LONG_S, _GRACE_S = 2e-5, 1e-3, 1.0
+_MOST_S = 1e9
+"""Longest time for which a rank may wait for the others: 30 years, which fit into a ``timedelta``."""
 
 
 class World:
@@ -64,6 +65,7 @@ class World:
         self.last_step = ""
         """Settings of the last step. Weights that are put together must have been updated alike."""
         self._know_sockets()
+        self.local_size = max(self.all_of(self.local_size))  # all must take the same way, also if nodes differ
 
     def join_lanes(self, device: Device) -> None:
         """Make the groups of lanes. A collective. Args: device: This rank's; its lanes hang up when they close."""
@@ -77,8 +79,7 @@ class World:
         device.hangs_up_with(self._groups.hang_up)
 
     def _know_sockets(self) -> None:
-        said = self.all_of(self._groups.addresses)
-        self._groups.keep({address for theirs in said for address in theirs})
+        self._groups.keep({address for theirs in self.all_of(self._groups.addresses) for address in theirs})
 
     @contextmanager
     def kept(self, call: str) -> Iterator[None]:
@@ -380,14 +381,15 @@ def join_world(torch_device: torch.device | str | None) -> bool:
     if not distributed.is_initialized():
         if launched() is None:
             return False
-        if "MASTER_ADDR" not in os.environ:
-            raise ConfigError(
-                "prepare: expected MASTER_ADDR and MASTER_PORT in the environment beside WORLD_SIZE, as torchrun sets "
-                "them, or a process group that is there already, but there is neither; start with torchrun, or without "
-                "WORLD_SIZE"
-            )
+        names, timeout = backends(torch_device), datetime.timedelta(seconds=timeout_s())
         try:
-            distributed.init_process_group(backends(torch_device), timeout=datetime.timedelta(seconds=timeout_s()))
+            distributed.init_process_group(names, timeout=timeout)
+        except ValueError as error:
+            raise ConfigError(
+                "prepare: expected MASTER_ADDR and MASTER_PORT in the environment beside WORLD_SIZE and RANK, as "
+                f"torchrun sets them, or a process group that is there already, but: {error}; start with torchrun, or "
+                "without WORLD_SIZE"
+            ) from error
         except RuntimeError as error:
             raise OtherRankError(
                 f"rank {os.environ.get('RANK')}: expected to meet {os.environ['WORLD_SIZE']} ranks at "
@@ -412,15 +414,15 @@ def timeout_s() -> float:
     """How long a rank waits for the others.
 
     Raises:
-        ConfigError: The environment variable is not a positive number.
+        ConfigError: The environment variable is not a positive number, or above ``_MOST_S``.
     """
     text = os.environ.get(TIMEOUT, "1800")
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if value <= 0 or not math.isfinite(value):
-        raise ConfigError(f"{TIMEOUT}: expected a number of seconds, but got {text!r}")
+    if not 0 < value <= _MOST_S:  # a NaN is refused, too
+        raise ConfigError(f"{TIMEOUT}: expected a number of seconds up to {_MOST_S:g}, but got {text!r}")
     return value
 
 

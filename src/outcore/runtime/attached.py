@@ -100,16 +100,21 @@ class Attached:
 
     def undo(self) -> None:
         """Give the module its own forward back; its parameters stay absent. An interrupt does not stop the rest."""
-        with ExitStack() as undoing:
-            for undo in self._undo:  # the last is undone first
+        with ExitStack() as undoing:  # the last is undone first
+            for unit in self._engine.units:
+                undoing.callback(unit.gradient_form.give_back)
+            for unit in self._moved:
+                undoing.callback(self._take_away, unit)
+            for undo in self._undo:
                 undoing.callback(undo)
         self._undo.clear()
+
+    def _take_away(self, unit: Unit) -> None:
         device = self._engine.device
-        for unit in self._moved:
-            unit.presence.hide(device=device.torch_device if os.getpid() == device.pid else None)
-            for param in unit.params:
-                if param.grad is not None:
-                    param.grad = None
+        unit.presence.hide(device=device.torch_device if os.getpid() == device.pid else None)
+        for param in unit.params:
+            if param.grad is not None:
+                param.grad = None
 
 
 def _put_back(attributes: dict[str, Any], forward: Any) -> None:
@@ -128,5 +133,5 @@ def switch_off_checkpointing(model: nn.Module) -> None:
         warnings.warn(
             "outcore recomputes units itself, so the model's own activation checkpointing was switched off "
             f"({len(active)} modules)",
-            stacklevel=4,
+            stacklevel=5,
         )

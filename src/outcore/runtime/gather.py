@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outcore.runtime.activations.saved import Kept, version_of
 from outcore.runtime.unit.unit import Beneath, Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.edits import refuse_other_form, refuse_other_strides, same_bytes, take_edits
+from outcore.torch_private import is_packing
 
 if TYPE_CHECKING:
     from outcore.runtime.engine import Engine
@@ -34,7 +36,8 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
             take_edits(unit, engine.access)
             device = engine.device.torch_device
             unit.presence.gather([engine.access.current_weight(unit, i).to(device) for i in range(len(unit.params))])
-        yield
+        with _values_are_saved(units):
+            yield
         if write:
             for unit in units:
                 _write_changed(engine, unit)
@@ -45,6 +48,19 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
                 engine.weights.rest(unit)
                 for index in edited:  # a graph made inside must not be walked with the weights that come back
                     unit.presence.watch.note_change(index)
+
+
+def _values_are_saved(units: Sequence[Unit]) -> AbstractContextManager[Any]:
+    """Return hooks under which graphs save tensors that keep their values after the block.
+
+    Autograd would save a parameter itself, and its data is a view of a NaN then. No hooks are needed if all weights
+    live on the device. Active hooks (of a unit's call, a checkpoint, an outer block) own what is saved, and stay so.
+    """
+    if is_packing() or all(unit.ledger.cut.is_resident for unit in units):
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: Kept(tensor.detach(), version_of(tensor)), lambda kept: kept.unchanged("gathered")
+    )
 
 
 @torch.no_grad()

@@ -165,16 +165,21 @@ class ModuleGuard:
             "_replicate_for_data_parallel": RefuseReplicas(),
             "_ddp_params_and_buffers_to_ignore": RefuseReplicas(),
         }
-        for name, refusal in refusals.items():
-            module.__dict__[name] = refusal
-            self._undo.append(functools.partial(module.__dict__.pop, name, None))
+        self._put(module, refusals)
 
     def _guard_state_dict(self, module: nn.Module, owned: dict[str, Parameter]) -> None:
         own = _OwnParameters(self._engine, module, owned)
-        for name, around in {"_save_to_state_dict": own.save, "_load_from_state_dict": own.load}.items():
-            module.__dict__[name] = around
-            self._undo.append(functools.partial(module.__dict__.pop, name, None))
+        self._put(module, {"_save_to_state_dict": own.save, "_load_from_state_dict": own.load})
         self._undo.append(module.register_load_state_dict_pre_hook(own.before_load).remove)
+
+    def _put(self, module: nn.Module, methods: dict[str, Any]) -> None:
+        """Let a module have other methods. ``remove`` gives it back those that it had itself, apart from its class."""
+        attributes = module.__dict__
+        for name, method in methods.items():
+            was_own = name in attributes
+            undo = functools.partial(attributes.__setitem__, name, attributes[name]) if was_own else None
+            self._undo.append(undo or functools.partial(attributes.pop, name, None))
+            attributes[name] = method
 
 
 class _OwnParameters:

@@ -174,7 +174,8 @@ class WhatFits(Policy):
         super().__init__(unit, device_kind, where)
         self._room, self._remember = room, remember
         self.has_kinds = room.nbytes > 0 or remember is not None
-        self._known: dict[Hashable, tuple[int, Sequence[int]]] = {}
+        self._known: dict[Hashable, tuple[int, Sequence[bool]]] = {}
+        """Bytes that calls of a kind save, and whether each result is among them."""
         self._dropped = Dropped(where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
@@ -215,7 +216,8 @@ class WhatFits(Policy):
         """See ``Policy``."""
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        self._known[kind] = count.nbytes, count.watched(made)
+        watched = count.watched(made)
+        self._known[kind] = count.nbytes, [i in watched for i in range(len(made))]
 
 
 class _SentAway(SavingBase):

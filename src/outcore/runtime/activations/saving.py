@@ -102,8 +102,15 @@ class KeptGraph(SavingBase):
 
     is_kept, may_drop = True, False
 
-    def __init__(self, unit: Unit, lease: Lease | None, saved: Sequence[int] | None, where: str) -> None:
-        """Args: lease: The bytes that it takes; None: they are not counted. saved: See ``watched``; None: all."""
+    def __init__(self, unit: Unit, lease: Lease | None, saved: Sequence[bool] | None, where: str) -> None:
+        """Keep the graph of one call, or of all calls without a lease.
+
+        Args:
+            unit: The unit.
+            lease: The bytes that the graph takes; None: they are not counted.
+            saved: Whether the graph of an earlier call of this kind has saved each of its results; None: not known.
+            where: For errors.
+        """
         self._unit, self._lease, self._saved, self._where = unit, lease, saved, where
 
     def hooks(self) -> Any:
@@ -115,8 +122,9 @@ class KeptGraph(SavingBase):
         return inner, edges_of(made)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Return indices of results that the graph needs unchanged."""
-        return range(len(made)) if self._saved is None else self._saved
+        """Return indices of results that the graph needs unchanged. All, if the earlier call had not as many."""
+        saved = self._saved
+        return range(len(made)) if saved is None or len(saved) != len(made) else [i for i, s in enumerate(saved) if s]
 
     def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
         """Return all results without their memory, for their versions alone: later calls may send the memory away."""

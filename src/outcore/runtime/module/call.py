@@ -26,6 +26,7 @@ from outcore.runtime.activations.policies import Policy, policy_of
 from outcore.runtime.activations.room import Between, Room
 from outcore.runtime.activations.saved import slot_of, storage_of, version_of
 from outcore.runtime.activations.saving import Graph, edges_of
+from outcore.runtime.module.argument_hooks import hand_on_hooks, refuse_backward
 from outcore.runtime.module.compiling import Compiling
 from outcore.runtime.module.graphs import (
     Anchor,
@@ -53,7 +54,7 @@ from outcore.runtime.values.access import Access
 from outcore.runtime.values.edits import OwnEdits
 from outcore.runtime.weights import Bound, Weights, make_way
 from outcore.spec.schedule import Phase
-from outcore.torch_private import as_it_is, is_executed, is_packing, keeps_graph, order_of
+from outcore.torch_private import as_it_is, is_executed, is_packing, keeps_graph, order_of, pytree
 
 
 class GradientSink(Protocol):
@@ -161,11 +162,16 @@ class UnitCall:
             self._refuse_weights_outside(tensors)
             edits = self._edits.end()
         self._edits.write_home(edits)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            raise UnsupportedError(
-                f"{self._where} is frozen and no argument needs a gradient, "
-                "but its result does: a tensor with gradient reached it by closure; pass it as an argument"
-            )
+        if torch.is_grad_enabled():
+            if any(t.requires_grad for t in tensors):
+                raise UnsupportedError(
+                    f"{self._where} is frozen and no argument needs a gradient, "
+                    "but its result does: a tensor with gradient reached it by closure; pass it as an argument"
+                )
+        elif not self.unit.ledger.cut.is_resident:
+            made = [t for t in tensors if t.grad_fn is not None]
+            if made:
+                refuse_backward(made, pytree.tree_leaves((args, kwargs)), self._where)
         return result
 
     def _run_forward(
@@ -182,11 +188,13 @@ class UnitCall:
         is_checked = state is not None and self._repeats.is_checked(state, tensors, wants_grad)
         start = order_of(self._anchor.leaf.view_as(self._anchor.leaf).grad_fn)
         with self._bound(Phase.FORWARD):
-            flags = self._trained.flags()
-            recording = active_recording()
+            flags, recording = self._trained.flags(), active_recording()
             self._edits.begin()
             modes = saving.hooks(), self._casts.cache(is_kept=saving.is_kept)
             outputs, out_structure = self._run(structure, inner, modes, recording)
+            for leaf, tensor in zip(inner, tensors, strict=True):
+                if leaf is not tensor and leaf._backward_hooks:
+                    hand_on_hooks(leaf, tensor, slot_of(self.unit), self._where)
             self._refuse_weights_outside(outputs)
             edits, slot = self._edits.end(), slot_of(self.unit) if saving.is_kept else range(0)
         self._edits.write_home(edits)
@@ -352,6 +360,9 @@ class UnitCall:
         with call.state.restored(), self._edits.undone(call.edited):
             modes = saving, self._casts.cache_again(was_on=call.state.caches_casts)
             outputs, structure = self._run(call.inputs, inner, modes, call.recording)
+        for leaf, tensor in zip(inner, saved, strict=True):
+            if leaf is not tensor:  # hooks that forward's run of the block has handed on
+                leaf._backward_hooks = None
         made = [t for t in outputs if t.grad_fn is not None]
         if [t.shape for t in made] != call.shapes:
             raise UnsupportedError(

@@ -296,16 +296,20 @@ def _add(ours: Sequence[tuple[int, list[torch.Tensor]]], grads: Sequence[torch.T
             found.append(grad)
 
 
+def holds_weight(nest: Any, slot: range) -> bool:
+    """Whether a nest holds a view of a weight. Args: slot: Addresses of the weights."""
+    found = (t for t in pytree.tree_leaves(nest) if isinstance(t, torch.Tensor) and not isinstance(t, Parameter))
+    inside = (held for tensor in found for held in tensors_in(tensor) if not isinstance(held, Parameter))
+    return any(held.data_ptr() in slot for held in inside if storage_of(held))
+
+
 def _refuse_held_weights(node: Any, slot: range, where: str) -> None:
-    found = (t for t in pytree.tree_leaves(vars(node)) if isinstance(t, torch.Tensor) and not isinstance(t, Parameter))
-    for held in (inner for tensor in found for inner in tensors_in(tensor)):
-        if not isinstance(held, Parameter) and storage_of(held):
-            if held.data_ptr() in slot:
-                raise UnsupportedError(
-                    f"{where}: {node.name()} holds a view of a weight, which will be another unit's in backward; "
-                    "call ctx.save_for_backward(), hold the parameter itself, or give this unit the policy recompute "
-                    "in the plan"
-                )
+    if holds_weight(vars(node), slot):
+        raise UnsupportedError(
+            f"{where}: {node.name()} holds a view of a weight, which will be another unit's in backward; "
+            "call ctx.save_for_backward(), hold the parameter itself, or give this unit the policy recompute in the "
+            "plan"
+        )
 
 
 def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:

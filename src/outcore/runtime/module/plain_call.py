@@ -6,6 +6,7 @@ other plan, and gives its gradients to autograd.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +16,7 @@ from outcore.runtime.module.call import UnitCall
 from outcore.runtime.recompute.caches import in_training
 from outcore.runtime.recompute.structure import take_apart
 from outcore.spec.schedule import Phase
-from outcore.torch_private import as_it_is, is_packing
+from outcore.torch_private import as_it_is, is_packing, pytree
 
 
 class PlainCall(UnitCall):
@@ -43,11 +44,14 @@ class PlainCall(UnitCall):
             lease.release_in_backward()
 
         result = self._run_as_it_is(args, kwargs)
-        tensors = (
-            (result,) if isinstance(result, torch.Tensor) else take_apart(result, self._where, are_results=True)[0]
-        )
+        tensors: Sequence[torch.Tensor] = (result,)
+        given: Sequence[Any] = (*args, *kwargs.values())
+        if not isinstance(result, torch.Tensor):
+            tensors = take_apart(result, self._where, are_results=True)[0]
+            given = pytree.tree_leaves(given)
+        passed = set(map(id, given))  # arguments that the block returns: others have made their graph
         for tensor in tensors:  # the graph owns the lease
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None and id(tensor) not in passed:
                 tensor.grad_fn.register_prehook(in_backward)
         return result
 

@@ -4,15 +4,17 @@ A block may change them in forward. Recompute must see them as they were, and th
 
 [Note: looking at attributes] All that torch itself keeps in a module's ``__dict__`` is passed over. The rest is read
 with one C call per module and compared by identity first. So a unit whose attributes do not change pays a few us per
-call. Mutable values (tensors, containers, generators) are searched for once, and again whenever an attribute changes.
+call. Mutable values (tensors, arrays, containers, generators) are searched for once, and again whenever an attribute
+changes, also to an equal tensor: the new one must be saved.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
+from itertools import chain
+from operator import is_, itemgetter
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -21,11 +23,12 @@ import torch
 from torch import nn
 
 from outcore.core.errors import UnsupportedError
+from outcore.runtime.recompute.structure import equal_plain
 from outcore.torch_private import NormWithStatistics
 
 _TORCHS_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _MISSING = object()
-_CONTAINERS = frozenset({list, dict, set, deque})
+_CONTAINERS: frozenset[type] = frozenset({list, dict, set, deque, Counter, defaultdict, OrderedDict})
 _DEPTH = 3  # of containers in containers
 _CLOSED = (torch.Tensor, nn.Module, type, FunctionType, ModuleType)  # their attributes are not a block's state
 _SMALL_BYTES = 2**16  # copies up to this size are kept until backward in any case
@@ -90,10 +93,18 @@ class _SavedContainer:
         self._value, self._content = value, value.copy()
 
     def put_back(self) -> None:
-        if same(self._value, self._content):
+        if _holds_same(self._value, self._content):
             return
         self._value.clear()
         (self._value.extend if isinstance(self._value, list | deque) else self._value.update)(self._content)
+
+
+class _SavedArray:
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array, self._value = array, array.copy()
+
+    def put_back(self) -> None:
+        self._array[...] = self._value
 
 
 class _SavedGenerator:
@@ -121,18 +132,18 @@ def _state_of(generator: Any) -> Any:
     return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.get_state()
 
 
-Content = _SavedContainer | _SavedGenerator
-"""What a container held, or the state of a generator."""
+Content = _SavedContainer | _SavedArray | _SavedGenerator
+"""What a container or a numpy array held, or the state of a generator."""
 
 
 class Mutable(NamedTuple):
-    """Values that can change without an attribute being set: containers, generators and tensors."""
+    """Values that can change without an attribute being set: containers, arrays, generators and tensors."""
 
     things: Sequence[tuple[str, Any]]
     """The values, each with the name of the attribute or class in which it was found."""
 
     def contents(self) -> list[Content]:
-        """Save what containers hold, and the states of generators."""
+        """Save what containers and arrays hold, and the states of generators."""
         return [_saved(item) for _, item in self.things if not isinstance(item, torch.Tensor)]
 
     def tensors(self) -> list[SavedTensor]:
@@ -186,7 +197,7 @@ class Attributes:
 
     def put_back(self, snapshot: Snapshot) -> None:
         """Set all attributes back to a snapshot."""
-        if not same(self._look(), snapshot.values) or self._names.names is not snapshot.names:
+        if not _are_one(self._look(), snapshot.values) or self._names.names is not snapshot.names:
             for owner, names, values in zip(self._dicts, snapshot.names, snapshot.values, strict=True):
                 for name in [n for n in owner if n not in _TORCHS_OWN and n not in names]:
                     del owner[name]
@@ -209,7 +220,9 @@ class Attributes:
         return _Names(names, list(map(len, self._dicts)), [itemgetter(*n) for n in names])
 
     def _is_known(self, values: list[tuple[Any, ...]]) -> bool:
-        return same(values, self._values) and all([same(item, content) for item, content in self._contents])
+        if not _are_one(values, self._values) and not equal_plain(tuple(values), tuple(self._values)):
+            return False
+        return all([_holds_same(item, content) for item, content in self._contents])
 
 
 def saved_buffers(modules: Sequence[nn.Module]) -> list[SavedTensor]:
@@ -223,33 +236,49 @@ def saved_buffers(modules: Sequence[nn.Module]) -> list[SavedTensor]:
     ]
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two nests of plain values are equal; what cannot be compared counts as different."""
+def _are_one(a: list[tuple[Any, ...]], b: list[tuple[Any, ...]]) -> bool:
+    """Whether two lists of tuples hold the same objects."""
+    flat = chain.from_iterable
+    return list(map(len, a)) == list(map(len, b)) and all(map(is_, flat(a), flat(b)))
+
+
+def _holds_same(now: Any, before: Any) -> bool:
+    """Whether a container holds what it held, in this order: the same objects, or equal plain values."""
+    if isinstance(now, dict):
+        return equal_plain((*now, *now.values()), (*before, *before.values()))
+    if not isinstance(now, set):
+        return equal_plain(tuple(now), tuple(before))
     try:
-        return bool(a == b)
-    except Exception:  # tensors, arrays, and whatever a user's class does
+        return bool(now == before)
+    except Exception:  # whatever a user's class does
         return False
 
 
 def _mutable(value: Any, name: str, depth: int = _DEPTH, *, is_open: bool = False) -> Iterator[tuple[str, Any]]:
     """Find what can change in a value. Args: is_open: Also look into instances of ordinary classes."""
-    if is_open and hasattr(value, "__dict__") and not isinstance(value, _CLOSED):
-        value = vars(value)
     kind = type(value)
+    if is_open and kind not in _CONTAINERS and hasattr(value, "__dict__") and not isinstance(value, _CLOSED):
+        value = vars(value)
+        kind = dict
     if kind in _CONTAINERS or kind is tuple:
         if kind is not tuple:
             yield name, value
-        for part in (value.values() if kind is dict else value) if depth else ():
+        for part in (value.values() if isinstance(value, dict) else value) if depth else ():
             yield from _mutable(part, name, depth - 1, is_open=is_open)
     elif isinstance(value, torch.Tensor):
         if not value.requires_grad and not isinstance(value, nn.Parameter):
             yield name, value
-    elif isinstance(value, _GENERATORS):
+    elif kind is np.ndarray:
+        if value.nbytes <= _SMALL_BYTES and value.flags.writeable:
+            yield name, value
+    elif isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):  # which has no state
         yield name, value
 
 
 def _saved(item: Any) -> Content:
-    return _SavedContainer(item) if type(item) in _CONTAINERS else _SavedGenerator(item)
+    if type(item) in _CONTAINERS:
+        return _SavedContainer(item)
+    return _SavedArray(item) if isinstance(item, np.ndarray) else _SavedGenerator(item)
 
 
 def _version(tensor: torch.Tensor) -> int:

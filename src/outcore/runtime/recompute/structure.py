@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -173,6 +174,17 @@ def plain_values(structure: Structure) -> Iterator[Any]:
     return _plain(structure.content)
 
 
+def equal_plain(a: Any, b: Any) -> bool:
+    """Whether two values are one object, or equal plain values of one type, or tuples of such."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is tuple:
+        return len(a) == len(b) and (all(map(is_, a, b)) or all(map(equal_plain, a, b)))
+    return type(a) in _PLAIN and bool(a == b or (a != a and b != b))
+
+
 def sharing_memory(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
     """Indices of results that share memory with an argument or with one another."""
     places = [storage_of(t) for t in (*outputs, *inputs)]
@@ -206,7 +218,7 @@ def _same(a: Any, b: Any) -> bool:
         return a.values.keys() == b.values.keys() and all(_same(a.values[k], b.values[k]) for k in a.values)
     if isinstance(a, _Cache):
         return b is None or isinstance(b, _Cache)  # a run may fill it
-    return a is b
+    return equal_plain(a, b)
 
 
 def _hidden(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:

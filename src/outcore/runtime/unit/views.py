@@ -12,6 +12,7 @@ from outcore.optim.formats import codes_of, updated_in
 from outcore.spec.cut import WeightsHome
 from outcore.spec.layout import StateSpec
 from outcore.spec.model import ParamSpec, Part, UnitSpec, row_major
+from outcore.torch_private import without_torch_function
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -146,6 +147,7 @@ class GradientForm:
         """Args: params, specs: The trainable parameters and their specs. is_cut: See ``UnitSpec``."""
         self._native_dtypes = [torch_dtype(spec.dtype) for spec in specs]
         self.update_dtypes = [torch_dtype(spec.update_dtype) for spec in specs]
+        self._given = [(param, param.grad_dtype) for param in params if hasattr(param, "grad_dtype")]
         # p.grad has the dtype of the accumulated gradient. So clipping takes the norms of a mixed model together, as it
         # does over fp32 accumulators. A torch version without grad_dtype insists on the parameter's own dtype.
         dtypes = [_grad_dtype(param, spec) for param, spec in zip(params, specs, strict=True)]
@@ -160,6 +162,12 @@ class GradientForm:
     def native(self, grads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Cast gradients to the parameters' dtypes if needed: torch's RMSNorm gives fp32 gradients for bf16 weights."""
         return grads if self._is_exact else {i: g.to(self._native_dtypes[i]) for i, g in grads.items()}
+
+    def give_back(self) -> None:
+        """Let gradients have the dtypes again that autograd gave them before."""
+        with without_torch_function():
+            for param, dtype in self._given:
+                param.grad_dtype = dtype
 
 
 def _grad_dtype(param: Parameter, spec: ParamSpec) -> torch.dtype:
