@@ -354,7 +354,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         "but it is quantized in another way",
     ),
     "encoder and decoder": (config(config={"model_type": "t5"}), "t5 has an encoder and a decoder"),
-    "no language model": (config(config={"model_type": "vit"}), "causal language model, but vit is none"),
+    "no language model": (config(config={"model_type": "vit"}), "causal language model, but vit is not one"),
     "another head": (
         config(architectures=["LlamaForSequenceClassification"]),
         "it is a LlamaForSequenceClassification",
