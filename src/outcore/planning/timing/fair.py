@@ -5,11 +5,10 @@ it keep the speed they have, and the others go on rising (D. Bertsekas, R. Galla
 6.5.2).
 
 [Note: cores] Where the host computes, compute shares its cores with lanes. It loses more than they take: all its
-threads wait for the one that gives way. With two threads on two cores, compute beside an update kept 0.26 of its speed,
-and the update 0.54. So the cores are a resource of their own. Compute alone uses them up, and a second of work on a
-link takes ``(1 - c) / v`` of them, where ``c`` and ``v`` are the parts of their speeds that compute and the link kept
-when both ran. Speeds rise in the proportion of ``c`` and ``v``, so two that run beside each other keep what was
-measured. Where nothing computes, links are as fast as ever.
+threads wait for the one that gives way. So the cores are a resource of their own. Compute alone uses them up, and a
+second of work on a link takes ``(1 - c) / v`` of them, where ``c`` and ``v`` are the parts of their speeds that
+compute and the link kept when both ran. Speeds rise in the proportion of ``c`` and ``v``, so two that run beside each
+other keep what was measured. Where nothing computes, links are as fast as ever.
 """
 
 from __future__ import annotations
