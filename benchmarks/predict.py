@@ -91,8 +91,9 @@ def compared(name: str, predicted_s: float, run: Callable[[], list[float]]) -> d
 def throttled(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of sleeping blocks over lanes of random speed."""
     unit_s, drawn = args.milliseconds / 1e3, random.Random(args.seed)
-    window_s, steps = (0.01, 2) if args.quick else (0.1, 10)
-    effort = Effort(window_s=window_s, buffer_bytes=2**20, sizes=(2**15, 2**17), disk_bytes=2**22, steps=steps)
+    window_s, steps, rounds = (0.01, 2, 1) if args.quick else (0.1, 10, 3)
+    sizes = (2**15, 2**17)
+    effort = Effort(window_s=window_s, buffer_bytes=2**20, sizes=sizes, disk_bytes=2**22, steps=steps, rounds=rounds)
     for number in range(args.cases):
         setting = Setting(
             h2d=drawn.uniform(0.3, 4.0),

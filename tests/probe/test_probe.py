@@ -12,11 +12,14 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import outcore
 from outcore.cli.probe import probe
 from outcore.core.errors import ConfigError, DiskError
 from outcore.core.quantities import PAGE_BYTES
@@ -119,7 +122,7 @@ def test_kernels_of_the_small_block_are_those_that_a_model_is_counted_by():
     device = torch.device("cpu")
     block = SmallBlock(device)
     cut = partition(nn.Sequential(block), units=[SmallBlock], state_names=("exp_avg", "exp_avg_sq"))
-    found = counted_work(cut, {"input": SmallBlock.example(device)}, device)
+    found = counted_work(cut, {"input": block.example()}, device)
     assert found["0"].kernels == SmallBlock.kernels
 
 
@@ -152,6 +155,19 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Hardware, set[in
     return hardware, written, unwritten
 
 
+class Called(TorchDispatchMode):
+    """Collects the names of the optimizer kernels that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.updates |= {name} if "adam" in name or name.startswith("addcdiv") else set()
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture
 def found(measured: tuple[Hardware, set[int], set[int]]) -> Hardware:
     return measured[0]
@@ -163,6 +179,20 @@ class TestMeasuring:
         assert found.device.runs_ahead == (DEVICE != "cpu")
         assert found.host.visit_s > 0
         assert found.device.plain_update_parameters_per_s > 0
+
+    def test_a_plain_plan_is_measured_by_the_kernels_that_it_runs(self):
+        model = nn.Linear(8, 8, device=DEVICE)
+        with outcore.prepare(model, torch.optim.AdamW(model.parameters()), device=DEVICE) as (model, optimizer):
+            assert optimizer.plan.plain
+            model(torch.ones(1, 8, device=DEVICE)).sum().backward()
+            optimizer.step()  # which also checks the kernels
+            with Called() as run:
+                optimizer.step()
+        with closing(OPENED()) as device:
+            load = work.plain_updates(device, MIB)
+            with Called() as measured:
+                load.turn()
+        assert run.updates == measured.updates == {"_fused_adamw_"}
 
     def test_memory_is_what_there_is_not_what_is_free(self, found):
         with closing(open_device(DEVICE)) as device:

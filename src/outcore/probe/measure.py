@@ -3,7 +3,9 @@
 [Note: what is shared] Links also run in pairs. Their remaining speeds tell how much each takes of what they share
 (``samples.parts``): host memory, and the cores that move bytes there. The two directions of the bus have a figure of
 their own, and so have reading and writing of the drive. Where the device is the CPU, compute runs beside each link,
-too, and what both keep of their speeds counts as it is (``planning.timing.fair``, [Note: cores]).
+too, and what both keep of their speeds counts as it is (``planning.timing.fair``, [Note: cores]). Compute is a block
+there: it has many short kernels, and after each of them all threads wait for the one that gave way. A large product
+loses less.
 """
 
 from __future__ import annotations
@@ -39,8 +41,6 @@ _OF_FREE = 16
 _MOVED_BYTES = 28.0
 """Bytes that an update moves per parameter."""
 _KERNELS = 500
-_TIMES = 3
-"""Rounds in which links run alone and in pairs; the median of the rounds counts."""
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
 _BUS, _DISK = ("h2d", "d2h"), ("disk_write", "disk_read")
 
@@ -59,9 +59,18 @@ class Effort:
     """Bytes to write and read."""
     steps: int
     """Steps of a small model, for the engine's time per visit."""
+    rounds: int = 1
+    """Rounds in which links run alone and in pairs; the median of the rounds counts."""
 
 
-WHOLE = Effort(window_s=0.3, buffer_bytes=256 * MIB, sizes=(MIB // 16, MIB, 16 * MIB), disk_bytes=512 * MIB, steps=40)
+WHOLE = Effort(
+    window_s=0.3,
+    buffer_bytes=256 * MIB,
+    sizes=(MIB // 16, MIB, 16 * MIB),
+    disk_bytes=512 * MIB,
+    steps=40,
+    rounds=3,
+)
 QUICK = Effort(window_s=0.05, buffer_bytes=64 * MIB, sizes=(MIB // 16, 8 * MIB), disk_bytes=64 * MIB, steps=8)
 EFFORTS: Mapping[str, Effort] = {"whole": WHOLE, "quick": QUICK}
 
@@ -154,9 +163,9 @@ class _Probe:
         loads = [each[sizes[-1]] for each in moves.values()]
         loads.append(work.updates(self._device, workers, self._host_memory(self._buffer_bytes)))
         if self._device.computes_on_host:
-            loads.append(work.products(self._device, _FLOAT32))
+            loads.append(work.blocks(self._device))
         usual = {load.link: self._rate(load) for load in loads}
-        rounds = [self._left(loads) for _ in range(_TIMES)]
+        rounds = [self._left(loads) for _ in range(self._effort.rounds)]
         left = {pair: tuple(map(median, zip(*(found[pair] for found in rounds), strict=True))) for pair in rounds[0]}
         return _Links({link: line(found) for link, found in points.items()}, usual, left)
 

@@ -1,4 +1,4 @@
-"""A block of a language model with next to nothing to compute: it shows the cost of launching kernels, with Python.
+"""A block of a language model. With next to nothing to compute, it shows the cost of launching kernels, with Python.
 
 [Note: launching] In a plain loop, launching a kernel takes a few microseconds. In a model, more happens between two
 kernels: modules are called, views are made, and autograd records the operations. On one processor, the launching thread
@@ -13,27 +13,26 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-_WIDTH, _TOKENS, _HEADS = 16, 4, 2
-
 
 class _Norm(nn.Module):
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, width: int, device: torch.device) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(_WIDTH, device=device))
+        self.weight = nn.Parameter(torch.ones(width, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
 class _Attention(nn.Module):
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, width: int, heads: int, device: torch.device) -> None:
         super().__init__()
+        self._heads = heads
         self.queries, self.keys, self.values, self.out = (
-            nn.Linear(_WIDTH, _WIDTH, bias=False, device=device) for _ in range(4)
+            nn.Linear(width, width, bias=False, device=device) for _ in range(4)
         )
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        shape = (*x.shape[:-1], _HEADS, -1)
+        shape = (*x.shape[:-1], self._heads, -1)
         q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.queries, self.keys, self.values))
         q, k = (each * cos + self._turned(each) * sin for each in (q, k))
         scores = functional.softmax(q @ k.transpose(-1, -2), dim=-1)
@@ -45,9 +44,9 @@ class _Attention(nn.Module):
 
 
 class _Gated(nn.Module):
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, width: int, device: torch.device) -> None:
         super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(_WIDTH, _WIDTH, bias=False, device=device) for _ in range(3))
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False, device=device) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(functional.silu(self.gate(x)) * self.up(x))
@@ -59,23 +58,26 @@ class SmallBlock(nn.Module):
     kernels = 37
     """Number of kernels in a forward, as ``planning.timing.counted`` counts them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, width: int = 16, tokens: int = 4, heads: int = 2) -> None:
         super().__init__()
-        self.first, self.attention, self.second, self.gated = (
-            _Norm(device),
-            _Attention(device),
-            _Norm(device),
-            _Gated(device),
-        )
+        self.first, self.second = _Norm(width, device), _Norm(width, device)
+        self.attention, self.gated = _Attention(width, heads, device), _Gated(width, device)
         for name in ("cos", "sin"):
-            self.register_buffer(name, torch.ones(_TOKENS, _WIDTH // _HEADS, device=device), persistent=False)
+            self.register_buffer(name, torch.ones(tokens, width // heads, device=device), persistent=False)
+        self._example = (1, tokens, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the block. Args: x: See ``example``."""
-        x = x + self.attention(self.first(x), self.cos, self.sin)
+        return self.gate(self.attend(x))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the first half."""
+        return x + self.attention(self.first(x), self.cos, self.sin)
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the second half."""
         return x + self.gated(self.second(x))
 
-    @staticmethod
-    def example(device: torch.device) -> torch.Tensor:
+    def example(self) -> torch.Tensor:
         """Return an argument for the block."""
-        return torch.ones(1, _TOKENS, _WIDTH, device=device)
+        return torch.ones(self._example, device=self.first.weight.device)

@@ -16,6 +16,7 @@ from outcore.device.lanes import Handle
 from outcore.memory.arena import Region
 from outcore.memory.disk import DiskStore, Extent
 from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.kernels import FusedStep, apply
 from outcore.optim.rules import AdamHyper
 from outcore.probe.loads import Load
 from outcore.probe.small_block import SmallBlock
@@ -32,6 +33,8 @@ _PLAIN_BYTES, _TENSORS = 16, 8
 _LEAST_TURN_S = 4e-3
 """Shortest turn of compute. A shorter load is doubled up to the sizes of a large model, and then repeated."""
 _MOST_WIDTH, _MOST_TOKENS = 8192, 4096
+_OF_A_MODEL = (768, 256, 12)
+"""Channels, tokens and heads."""
 _HEADS = {True: (8, 64), False: (32, 128)}
 """Whether the host computes -> number and size of attention heads. Fewer would not fill an accelerator."""
 _ROUND_BYTES = 512 * 2**20
@@ -88,19 +91,23 @@ def device_updates(device: Device, memory: torch.Tensor) -> Load:
 
 
 def plain_updates(device: Device, nbytes: int) -> Load:
-    """AdamW of ``torch.optim`` over ``nbytes`` of parameters, gradients and moments, after clipping by their norm."""
+    """AdamW as in a plain plan, over ``nbytes`` of parameters, gradients and moments, after clipping by their norm."""
     numel = max(nbytes // _PLAIN_BYTES // _TENSORS, 1)
-    here = device.torch_device
-    parameters = [torch.full((numel,), 0.02, dtype=torch.float32, device=here) for _ in range(_TENSORS)]
-    for parameter in parameters:
-        parameter.requires_grad_().grad = torch.full_like(parameter, 1e-3)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+
+    def column(value: float) -> list[torch.Tensor]:
+        made = (torch.full((numel,), value, dtype=torch.float32, device=device.torch_device) for _ in range(_TENSORS))
+        return list(made)
+
+    parameters, states = column(0.02), list(zip(column(1e-3), column(1e-4), strict=True))
+    for parameter, gradient in zip(parameters, grads := column(1e-3), strict=True):
+        parameter.grad = gradient
+    step = FusedStep(hyper=_HYPER, targets=parameters, grads=grads, states=states, steps=[10] * _TENSORS)
 
     def work() -> None:
         clip_grad_norm_(parameters, 1e9)
-        optimizer.step()
+        apply(step)
 
-    return _compute(device, numel * _TENSORS, work)
+    return _compute(device, numel * _TENSORS, torch.no_grad()(work))
 
 
 def _pieces(memory: torch.Tensor) -> list[Piece]:
@@ -156,9 +163,9 @@ def elementwise(device: Device, nbytes: int) -> Load:
 
 
 def kernels(device: Device, number: int) -> Load:
-    """About ``number`` kernels of small blocks, one by one. See [Note: launching] in ``probe.small_block``."""
-    here = device.torch_device
-    blocks, values = [SmallBlock(here) for _ in range(max(1, number // SmallBlock.kernels))], SmallBlock.example(here)
+    """About ``number`` kernels of tiny blocks, one by one. See [Note: launching] in ``probe.small_block``."""
+    blocks = [SmallBlock(device.torch_device) for _ in range(max(1, number // SmallBlock.kernels))]
+    values = blocks[0].example()
 
     def work() -> None:
         found = values
@@ -166,6 +173,13 @@ def kernels(device: Device, number: int) -> Load:
             found = block(found)
 
     return _compute(device, len(blocks) * SmallBlock.kernels, work)
+
+
+def blocks(device: Device) -> Load:
+    """Forward of a block as wide as those of a model that the host trains, half a block per turn."""
+    block = SmallBlock(device.torch_device, *_OF_A_MODEL)
+    values, halves = block.example(), itertools.cycle((block.attend, block.gate))
+    return _compute(device, 0.5, torch.no_grad()(lambda: next(halves)(values)))
 
 
 def _sized(device: Device, sized: Callable[[int], tuple[float, Callable[[], object]]], size: int, most: int) -> Load:
