@@ -177,6 +177,7 @@ class Timed:
             footprint=self.footprint,
             activation_share=device.activation_share,
             keeps_what_fits=self.keeps_what_fits,
+            may_be_plain=options.clipping and steps is None,
         )
 
     @property

@@ -80,6 +80,8 @@ class Forecast:
     footprint: Footprint | None
     activation_share: float
     """See ``DeviceFacts``."""
+    may_be_plain: bool = False
+    """See ``Job``."""
     keeps_what_fits: bool = True
     """Whether calls keep their activations while there is room, where the plan has them recomputed."""
     simulated: Simulated = field(init=False, repr=False, compare=False, default_factory=Simulated)
@@ -102,6 +104,7 @@ class Forecast:
             activation_share=self.activation_share,
             footprint=self.footprint,
             keeps_what_fits=self.keeps_what_fits,
+            may_be_plain=self.may_be_plain,
             ways=ways,
         )
 

@@ -27,7 +27,7 @@ from outcore.runtime.unit.unit import Unit
 from outcore.runtime.values.fill import Values
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import ModelSpec, Sharing
-from outcore.spec.plan import Plan
+from outcore.spec.plan import TIERS, Plan
 
 P = TypeVar("P")
 T = TypeVar("T", bound=str)
@@ -211,17 +211,18 @@ def fastest(
         in_order: Take the first way that fits.
 
     Raises:
-        PlanInfeasibleError: No way fits.
+        PlanInfeasibleError: No way fits. The error is that of the way that needs least.
     """
     best: tuple[Partition, tuple[Plan, P]] | None = None
-    best_s, error = math.inf, None
+    error: PlanInfeasibleError | None = None
+    best_s = math.inf
     for sharing in sharings:
         mine = dataclasses.replace(cut, spec=dataclasses.replace(cut.spec, sharing=sharing))
         timed.turn_to(mine)
         try:
             made = make(mine, timed)
         except PlanInfeasibleError as caught:
-            error = caught
+            error = caught if error is None else min(error, caught, key=_needs)
             continue
         plan = made[0]
         if in_order:
@@ -234,6 +235,11 @@ def fastest(
     if best is None:
         raise AssertionError("there is no way to have weights") if error is None else error
     return best
+
+
+def _needs(error: PlanInfeasibleError) -> list[int]:
+    """Return the bytes that would do: the device's first, which counts most."""
+    return [error.required_bytes.get(tier, 0) for tier in TIERS]
 
 
 def _can_share(world: World) -> bool:

@@ -44,6 +44,13 @@ def test_writes(nbytes, text):
     assert format_bytes(nbytes) == text
 
 
+@settings(deadline=None, max_examples=100)
+@given(nbytes=st.integers(0, 2**48))
+def test_a_need_that_is_read_again_suffices(nbytes):
+    again = parse_bytes(format_bytes(nbytes, is_need=True), what="a size")
+    assert nbytes <= again <= nbytes * 1.01 + 1
+
+
 @settings(deadline=None, max_examples=50)
 @given(value=st.integers(0, 2**60), alignment=st.sampled_from([1, 3, 256, 4096]))
 def test_aligns_to_the_next_multiple(value, alignment):

@@ -13,7 +13,7 @@ from outcore.core.quantities import PAGE_BYTES
 from outcore.optim.joined import as_one
 from outcore.optim.rules import rule_for
 from outcore.planning.homes.check import check_plan
-from outcore.planning.homes.placement import place
+from outcore.planning.homes.placement import Room, least, place
 from outcore.planning.homes.reservations import reservations, tier_bytes
 from outcore.planning.search.candidates import ALL_DISK, ALL_HOST, Choice
 from outcore.planning.units.partition import partition
@@ -112,6 +112,35 @@ def test_the_disk_that_is_named_is_for_the_device_and_host_that_were_given():
     assert disk_bytes < caught.value.required_bytes["disk"]
     assert f"disk    disk_bytes={disk_bytes}" in str(caught.value)
     place(layered(12), dataclasses.replace(limits, disk_bytes=disk_bytes))
+
+
+@settings(deadline=None, max_examples=100)
+@given(model=model_specs(), given_limits=limits(), num_ranks=st.sampled_from([2, 3, 4]), data=st.data())
+def test_the_least_suffices_among_ranks_and_a_page_less_does_not(model, given_limits, num_ranks, data):
+    """Where gradients of three ranks rest in host memory, their sums take slots on the device."""
+    sharing = data.draw(st.sampled_from(["replicate", "copy", "cut"]))
+    model = dataclasses.replace(model.among(num_ranks, 0), sharing=sharing)
+    try:
+        plan = place(model, given_limits)
+    except PlanInfeasibleError as error:
+        required, raised = as_limits(error.required_bytes), error.raise_one_to
+    else:
+        assert all(bytes_of(model, plan)[t] <= budget_of(given_limits)[t] for t in TIERS)
+        found = least(model, given_limits, Room(0, 0.0))
+        required, raised = as_limits(found.at_all), found.with_others
+    place(model, required)
+    for tier, nbytes in raised.items():
+        place(model, dataclasses.replace(given_limits, **{f"{tier}_bytes": nbytes}))
+    for limits_, sizes_ in ((required, budget_of(required)), (given_limits, raised)):
+        for tier in (tier for tier in TIERS if sizes_.get(tier, 0) >= PAGE_BYTES):
+            with pytest.raises(PlanInfeasibleError):
+                place(model, dataclasses.replace(limits_, **{f"{tier}_bytes": sizes_[tier] - PAGE_BYTES}))
+
+
+def test_the_least_disk_is_nothing_where_host_memory_has_room():
+    """Other plans that fit take something of the disk."""
+    limits = Limits(device_bytes=40 * MIB, host_bytes=PLENTY, disk_bytes=PLENTY)
+    assert least(layered(4), limits, Room(0, 0.0)).with_others["disk"] == 0
 
 
 @settings(deadline=None, max_examples=100)

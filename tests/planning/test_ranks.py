@@ -187,6 +187,17 @@ def test_the_fastest_way_to_have_weights_and_the_first_where_others_gain_little(
     assert found("copy", "node") == "node"  # the weights of both rest on disk
 
 
+@pytest.mark.parametrize("least", ["copy", "cut"])
+def test_where_no_way_to_have_weights_fits_the_error_is_that_of_the_way_that_needs_least(least: Sharing):
+    def make(cut: Partition, timed: Any) -> tuple[Plan, str]:
+        raise PlanInfeasibleError("no room", {"device": 8, "host": 8 if cut.spec.sharing == least else 9})
+
+    ways: tuple[Sharing, Sharing] = ("copy", "cut")
+    with pytest.raises(PlanInfeasibleError) as caught:
+        fastest(ways, Partition(spec=layered(1), modules=[], params=[]), SimpleNamespace(turn_to=id), make)  # type: ignore[arg-type]
+    assert caught.value.required_bytes["host"] == 8
+
+
 @pytest.mark.parametrize(("num_ranks", "lane"), [(2, "update"), (3, "device_update")])
 def test_where_gradients_of_all_ranks_are_added_up(num_ranks: int, lane: str):
     """Two runs go home. Of more, the sum comes to the device, except in the first micro-batch, and goes home again."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -46,11 +47,12 @@ def parse_bytes(value: int | str, *, what: str) -> int:
     return int(Fraction(match.group(1)) * _UNITS[match.group(2).lower()])
 
 
-def format_bytes(nbytes: int) -> str:
-    """Format bytes for people, in powers of 1024: ``'1.50 GiB'``."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+def format_bytes(nbytes: int, *, is_need: bool = False) -> str:
+    """Format bytes for people, in powers of 1024: ``'1.50 GiB'``. Args: is_need: Round up, so that it suffices."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
+            break
+        size, unit = size / 1024, larger
+    size = math.ceil(100 * size) / 100 if is_need else size
+    return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"

@@ -98,7 +98,8 @@ def plain_updates(device: Device, nbytes: int) -> Load:
         made = (torch.full((numel,), value, dtype=torch.float32, device=device.torch_device) for _ in range(_TENSORS))
         return list(made)
 
-    parameters, states = column(0.02), list(zip(column(1e-3), column(1e-4), strict=True))
+    states: list[tuple[torch.Tensor, ...]] = list(zip(column(1e-3), column(1e-4), strict=True))
+    parameters = column(0.02)
     for parameter, gradient in zip(parameters, grads := column(1e-3), strict=True):
         parameter.grad = gradient
     step = FusedStep(hyper=_HYPER, targets=parameters, grads=grads, states=states, steps=[10] * _TENSORS)

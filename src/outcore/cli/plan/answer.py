@@ -47,7 +47,7 @@ from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.lanes import RANK_LANES
-from outcore.spec.model import ModelSpec, Precision
+from outcore.spec.model import ModelSpec, Precision, Sharing
 from outcore.spec.plan import TIERS, Plan, Tier
 from outcore.spec.timeline import WRITES_TO_DISK
 from outcore.together import among, fastest, of_a_node, sharings_over_links
@@ -171,11 +171,15 @@ class Answer:
 
     @cached_property
     def least(self) -> Least:
-        """The least budgets that would suffice."""
-        job = self.setting.job()
-        within = job.within(job.ways[0])
-        found = least(self.spec, within.limits, within.activations)
-        return found if self.sending is None else found.beside(self.sending.taken)
+        """The least budgets that would suffice, with whatever way to share weights and to treat activations."""
+        job, ranks = self.setting.job(), self.setting.ranks
+        sharings = [self.spec.sharing] if ranks.size == 1 else _sharings(ranks)
+        models = [dataclasses.replace(self.spec, sharing=sharing) for sharing in sharings]
+        found: list[Least] = []
+        for within in map(job.within, job.ways):
+            each = [least(model, within.limits, within.activations) for model in models]
+            found += each if within.sending is None else [one.beside(within.sending.taken) for one in each]
+        return Least.of_any(found)
 
     @property
     def activation_bytes(self) -> int:
@@ -323,10 +327,9 @@ class _Asking:
             ways=tuple(dict.fromkeys([None if sending is None else sending.away, None])),
             ranks=asked.ranks,
         )
-        bare = dataclasses.replace(placed.bare, plain=placed.plan.plain)
         forecast = timed.forecast()
         simulated = None if forecast is None else forecast.simulated
-        found = dataclasses.replace(explain(setting.job(), bare, placed.candidate, simulated), plan=placed.plan)
+        found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate, simulated), plan=placed.plan)
         return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess, over=over)
 
     def _placed(self, options: Options, timed: Timed) -> Placed:
@@ -339,7 +342,7 @@ class _Asking:
         ranks = self._question.ranks
         if ranks.size == 1:
             return make(self._cut, timed)[1]
-        self._cut, (_, placed) = fastest(["copy", *sharings_over_links(ranks)], self._cut, timed, make)
+        self._cut, (_, placed) = fastest(_sharings(ranks), self._cut, timed, make)
         return placed
 
     @cached_property
@@ -371,6 +374,11 @@ class _Asking:
             self._guess = str(error)
         model, seq_len = cut.modules[0], self._question.seq_len
         return Profile(unit_work(model, cut.spec, batch_size=batch_size, seq_len=seq_len), None)
+
+
+def _sharings(ranks: Ranks) -> list[Sharing]:
+    """Return the ways in which several ranks may share weights."""
+    return ["copy", *sharings_over_links(ranks)]
 
 
 def _precision(name: str) -> Precision:

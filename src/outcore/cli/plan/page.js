@@ -7,13 +7,15 @@
 
   // Words.
 
-  const bytes = (n) => {
+  const bytes = (n, rounded = (value) => (value >= 100 ? Math.round(value) : +value.toPrecision(3))) => {
     if (!n) return "0";
     const names = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     const i = Math.min(Math.floor(Math.log2(n) / 10), names.length - 1);
     const value = n / 2 ** (10 * i);
-    return `${value >= 100 ? Math.round(value) : +value.toPrecision(3)} ${names[i]}`;
+    return `${rounded(value)} ${names[i]}`;
   };
+  // A size that is needed must suffice as it is shown.
+  const needed = (n) => bytes(n, (value) => Math.ceil(100 * value) / 100);
   const seconds = (s) => {
     if (s === null || s === undefined) return "does not fit";
     if (s === 0) return "0 s";
@@ -362,7 +364,7 @@
   }
   if (!data.changes.length) put(byId("changes"), "li", "No change that was tried gains one percent.");
   table(byId("others"), ["plan", "step", "why not"], data.runners_up.map((o) => [o.name, o.step_s === null ? "" : seconds(o.step_s), o.reason]), [1]);
-  table(byId("least"), ["tier", "others as given", "at all"], TIERS.map((t) => [t, t in data.least.with_others ? bytes(data.least.with_others[t]) : "no amount alone", bytes(data.least.at_all[t])]), [1, 2]);
+  table(byId("least"), ["tier", "others as given", "at all"], TIERS.map((t) => [t, t in data.least.with_others ? needed(data.least.with_others[t]) : "no amount alone", needed(data.least.at_all[t])]), [1, 2]);
   table(byId("sources"), ["part", "figure", "value", "source"], data.sources.map((s) => [s[0], s[1].replaceAll("_", " "), plain(s[2]), s[3]]), [2]);
 
   byId("theme").onclick = () => {

@@ -100,12 +100,16 @@ def _memory(answer: Answer) -> Iterator[tuple[str, str]]:
     if is_shared:
         yield "", f"by all ranks of a node: {_sizes(answer.of_node(answer.peak_bytes(), all_tiers=True))}"
     shared = " (of host and disk: for all ranks of a node)" if is_shared else ""
-    yield "least", f"of one tier, with the others as they are{shared}: {_sizes(answer.of_node(least.with_others))}"
-    yield "", f"at all: {_sizes(answer.of_node(least.at_all))}"
+    yield "least", f"of one tier, with the others as they are{shared}: {_needs(answer.of_node(least.with_others))}"
+    yield "", f"at all: {_needs(answer.of_node(least.at_all))}"
 
 
 def _sizes(by_tier: Mapping[Tier, int]) -> str:
     return ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in by_tier.items() if nbytes)
+
+
+def _needs(by_tier: Mapping[Tier, int]) -> str:
+    return ", ".join(f"{tier} {format_bytes(nbytes, is_need=True)}" for tier, nbytes in by_tier.items() if nbytes)
 
 
 def _helps(answer: Answer) -> Iterator[tuple[str, str]]:

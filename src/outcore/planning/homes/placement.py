@@ -8,7 +8,8 @@ budget never gives less in that order.
 
 [Note: one tier] With a larger count on the host, homes there never take less, and those on disk never more. Slots may
 take less: a tier that no unit uses has none. So bounds are found by bisection of the homes, and counts beside them are
-tried while slots could still make up the difference.
+tried while slots could still make up the difference. What lies on the host makes no difference to the device, unless
+ranks add up gradients there that rest in host memory: then the smallest count takes the least of the device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
@@ -87,6 +88,13 @@ class Least(NamedTuple):
     """The least device bytes, then the least host bytes with that device, then the disk bytes that go with both."""
     with_others: dict[Tier, int]
     """The least bytes of one tier, with the other limits as they are; a tier that alone does not help is missing."""
+
+    @classmethod
+    def of_any(cls, several: Sequence[Least]) -> Least:
+        """Return the least limits of which one of several is told."""
+        at_all = min((each.at_all for each in several), key=lambda nbytes: list(nbytes.values()))
+        named = [pair for each in several for pair in each.with_others.items()]
+        return cls(at_all, {tier: min(n for t, n in named if t == tier) for tier in dict(named)})
 
     def beside(self, taken: Mapping[Tier, int]) -> Least:
         """Return the limits needed if this much else is taken of each tier."""
@@ -214,15 +222,20 @@ class _Search:
         return None
 
     def _fitting(self, comfort: Comfort) -> Iterator[int]:
-        """Yield the counts that fit the device's limit, the largest first."""
+        """Yield the counts with which some plan fits the device's limit, the largest first."""
         for on_device in range(self.most_on_device, -1, -1):
             if self.device_bytes(on_device, comfort) <= self.limits.device_bytes:
                 yield on_device
 
     def _fitting_line(self, on_device: int, comfort: Comfort) -> Waterline | None:
-        """Return the waterline with the most on the host within the limits of host and disk, or None."""
+        """Return the waterline with the most on the host within the limits, or None."""
         lines = (Waterline(on_device, on_host) for on_host in reversed(self._window(on_device)))
-        return next((line for line in lines if self.bytes(line, comfort).host <= self.limits.host_bytes), None)
+        return next((line for line in lines if self._fits(line, comfort)), None)
+
+    def _fits(self, line: Waterline, comfort: Comfort) -> bool:
+        """Return whether a waterline fits device and host."""
+        taken = self.bytes(line, comfort)
+        return taken.device <= self.limits.device_bytes and taken.host <= self.limits.host_bytes
 
     def least(self) -> Waterline:
         """Return the waterline with the least device, then host, then disk bytes, on the tiers that are allowed."""
@@ -245,38 +258,52 @@ class _Search:
         """
         found: dict[Tier, int | None] = {"device": self._least_device()}
         if self.limits.host_bytes:
-            found["host"] = min(map(self._least_host, self._fitting(LEAST)), default=None)
+            found["host"] = self._least_of(self._least_host)
         if self.limits.disk_bytes:
-            found["disk"] = min(filter(None, map(self._least_disk, self._fitting(LEAST))), default=None)
+            found["disk"] = self._least_of(self._least_disk)
         return {tier: nbytes for tier, nbytes in found.items() if nbytes is not None}
 
-    def _least_device(self) -> int | None:
-        nbytes = {d: self.device_bytes(d, LEAST) for d in range(self.most_on_device + 1)}
-        smallest_first = sorted(nbytes, key=nbytes.__getitem__)
-        return next((nbytes[d] for d in smallest_first if self._fitting_line(d, LEAST) is not None), None)
+    def _least_of(self, least: Callable[[int], int | None]) -> int | None:
+        """Return the least bytes of a tier over all counts on the device. Args: least: Count -> bytes, or None."""
+        return min((n for n in map(least, self._fitting(LEAST)) if n is not None), default=None)
 
-    def _least_host(self, on_device: int) -> int:
-        """Return the least host bytes with this count on the device, within the limit of the disk."""
+    def _least_device(self) -> int | None:
+        """Return the least device bytes within the limits of host and disk; None if none suffices."""
+        floors = {d: self.device_bytes(d, LEAST) for d in range(self.most_on_device + 1)}
+        found: int | None = None
+        for on_device, floor in sorted(floors.items(), key=lambda pair: pair[1]):
+            if found is not None and found <= floor:
+                break
+            each = (self.bytes(Waterline(on_device, on_host), LEAST) for on_host in self._window(on_device))
+            for taken in (taken for taken in each if taken.host <= self.limits.host_bytes):
+                found = taken.device if found is None else min(found, taken.device)
+                if found == floor:
+                    break
+        return found
+
+    def _least_host(self, on_device: int) -> int | None:
+        """Return the least host bytes with this count on the device, within the other limits; None if none suffices."""
         choices, disk_bytes = self._host_choices(on_device), self.limits.disk_bytes or 0
         lines = [Waterline(on_device, on_host) for on_host in choices]
-        lines = lines[bisect.bisect_left(lines, -disk_bytes, key=lambda line: -self._homes_bytes(line).disk) :]
-        most = self.bytes(lines[0], LEAST).host
-        better = itertools.takewhile(lambda line: self._homes_bytes(line).host < most, lines[1:])
-        return min([most, *(self.bytes(line, LEAST).host for line in better)])
+        found: int | None = None
+        for line in lines[bisect.bisect_left(lines, -disk_bytes, key=lambda line: -self._homes_bytes(line).disk) :]:
+            if found is not None and found <= self._homes_bytes(line).host:
+                break
+            taken = self.bytes(line, LEAST)
+            if taken.device <= self.limits.device_bytes:
+                found = taken.host if found is None else min(found, taken.host)
+        return found
 
     def _least_disk(self, on_device: int) -> int | None:
-        """Return the least disk bytes with this count on the device, within the host's limit; None if none suffices."""
+        """Return the least disk bytes with this count on the device, within the other limits; None if none suffices."""
         lines = [Waterline(on_device, on_host) for on_host in self._host_choices(on_device)]
         stop = bisect.bisect_right(lines, self.limits.host_bytes, key=lambda line: self._homes_bytes(line).host)
-        fitting = (line for line in reversed(lines[:stop]) if self._fits_host(line))
+        fitting = (line for line in reversed(lines[:stop]) if self._fits(line, LEAST))
         return next((self.bytes(line, LEAST).disk for line in fitting), None)
 
-    def _fits_host(self, line: Waterline) -> bool:
-        return self.bytes(line, LEAST).host <= self.limits.host_bytes
-
     def device_bytes(self, on_device: int, comfort: Comfort) -> int:
-        """Return the device bytes of a plan; they do not depend on what lies on the host."""
-        return self.bytes(Waterline(on_device, self.most_on_host(on_device)), comfort).device
+        """Return the least device bytes of a plan with this count: see [Note: one tier]."""
+        return self.bytes(Waterline(on_device, self._host_choices(on_device)[0]), comfort).device
 
     def bytes(self, line: Waterline, comfort: Comfort) -> _Bytes:
         """Return the least limits that allow a plan: what it takes, and on the device room for activations."""

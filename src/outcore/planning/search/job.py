@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outcore.planning.forward.footprint import Footprint, Saved, as_run
+from outcore.planning.homes.check import can_be_plain
 from outcore.planning.homes.placement import Room
 from outcore.planning.homes.sending import Away, Sending, undecided, workspace_bytes
 from outcore.planning.timing.rates import Rates
@@ -50,6 +51,8 @@ class Job:
     """Footprint of a micro-batch; None if it is not known."""
     keeps_what_fits: bool = True
     """Whether calls keep what they save while there is room."""
+    may_be_plain: bool = False
+    """Whether a run makes a plan plain if it can be: [Note: plain plans] in ``homes.check``."""
     ways: tuple[Away | None, ...] = (None,)
     """What may become of activations (None: they stay, and are recomputed). The first is that of the rule's plan."""
 
@@ -78,7 +81,12 @@ class Job:
 
     def as_run(self, plan: Plan, away: Away | None) -> Plan:
         """Add the activations that leave, and those that there is room to keep. Args: plan: A plan without either."""
-        within = self.within(away)
+        within, saved = self.within(away), self.saved
+        run = plan if within.sending is None else within.sending.applied(plan)
         left = within.limits.device_bytes - within.activations.nbytes - plan.tier_bytes["device"]
-        room = max(left, 0) // self.model.micro_batches_in_unit
-        return as_run(plan if within.sending is None else within.sending.applied(plan), self.saved, room)
+        if self.may_be_plain and can_be_plain(self.model, run):
+            saved = {} if self.footprint is None else self.footprint.saved
+            # Slots for what moves or changes its form are left out: see ``with_room``.
+            left += sum(p.total_bytes for p in plan.pools if p.tier == "device" and p.kind != "temporary")
+            run = replace(run, plain=True, accumulation_steps=None)
+        return as_run(run, saved, max(left, 0) // self.model.micro_batches_in_unit)

@@ -59,6 +59,7 @@ class Setting:
             clipping=self.clipping,
             activation_share=self.activation_share,
             footprint=profile.footprint,
+            may_be_plain=True,
             ways=self.ways,
         )
 

@@ -1,0 +1,66 @@
+"""``outcore plan``: budgets that it names suffice, and times are those that a run predicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcore.cli.plan.answer import answer
+from outcore.forecast import Forecast, Loop
+from outcore.planning.forward import watch
+from outcore.planning.homes.reservations import tier_bytes
+from outcore.planning.timing.known_hardware import known_hardware
+
+from .conftest import CONFIG, Run
+from .test_plan import asked
+
+
+def test_the_least_budgets_suffice_as_they_are_written(command: Run, tmp_path: Path):
+    """In GiB two digits are coarser than pages."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 50_001, "num_hidden_layers": 1}))
+    asked = ("plan", "--model", tmp_path / "config.json", "--hardware", "rtx-4090+no-disk", "--seq-len", 8)
+    done = command(*asked, "--device-memory", "60MiB", "--host-memory", "1GiB")
+    assert done.status == 0, done.err
+    said = next(line.split(": ")[1] for line in done.out.splitlines() if "at all: " in line)
+    flags = {"device": "--device-memory", "host": "--host-memory"}
+    least = [word for size in said.split(", ") for word in (flags[size.split()[0]], size.split(maxsplit=1)[1])]
+    done = command(*asked, *least)
+    assert done.status == 0, done.err
+
+
+def test_a_plain_plan_that_recomputes_some_units_is_predicted_as_a_run_predicts_it(config_json: Path, tmp_path: Path):
+    """Its loop runs as it is, so the engine takes no time for visits, and slots leave more room to activations."""
+    machine = known_hardware("rtx-4090+no-disk")
+    dataclasses.replace(machine, host=dataclasses.replace(machine.host, visit_s=1e-3)).save(tmp_path / "hardware.json")
+    options: dict[str, Any] = {"precision": "fp32", "host_memory": "1GiB"}
+    whole = answer(asked(config_json, tmp_path / "hardware.json", device_memory="1GiB", **options))
+    footprint = whole.setting.profile.footprint
+    assert footprint is not None
+    most = tier_bytes(whole.spec, whole.found.plan)["device"] + footprint.keep_bytes // 2
+    found = answer(asked(config_json, tmp_path / "hardware.json", device_memory=f"{most}B", **options))
+    assert found.found.plan.plain
+    assert found.policies.keys() == {("keep", "device"), ("recompute", "device")}
+    job = found.setting.job()
+    run = Forecast(model=found.spec, rates=job.rates, loop=Loop(), footprint=footprint, activation_share=0.3)
+    assert found.found.simulation.step_s == run.simulate(found.found.plan).step_s
+    assert found.found.simulation.step_s == pytest.approx(found.found.bound.seconds)
+
+
+def test_the_least_is_that_of_the_way_with_activations_that_needs_least(
+    config_json: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The plan sends all that units save to host memory, since the device is slow. Less would do."""
+    monkeypatch.setattr(watch, "SMALL_BYTES", 64)
+    machine = known_hardware("rtx-4090+no-disk")
+    device = dataclasses.replace(machine.device, bf16_flops=1e9)
+    dataclasses.replace(machine, device=device).save(tmp_path / "hardware.json")
+    options: dict[str, Any] = {"device_memory": "1700KiB", "seq_len": 128, "grad_accum": 2}
+    found = answer(asked(config_json, tmp_path / "hardware.json", **options))
+    assert found.sending is not None
+    assert found.least.with_others["host"] == 0
+    less = answer(asked(config_json, tmp_path / "hardware.json", **options, host_memory="1B"))
+    assert less.found.plan.tier_bytes["host"] == 0
