@@ -124,6 +124,7 @@ def test_what_was_typed_counts_where_text_is_wanted(text: str, hint: Any, expect
         (b"\xff", str, "JSON cannot hold it"),
         ("\ud800", str, "JSON cannot hold it"),
         ("a", list[str], "a valid array"),
+        ("p", list[Literal["p", "q"]], "a valid array, but got 'p'; give it as a list: [p]"),
         ([1], list[str], "a valid string for 1, but got [1]"),
         ([1, "2"], list[int], "a valid integer for '2'"),
         ([1, 2, 3], tuple[int, int], "Tuple should have at most 2 items"),

@@ -557,6 +557,8 @@ class TestContradictions:
             ("use_cpu: false\noutcore: {device: cpu}\n", {}, ["outcore.device", "use_cpu", "remove one"]),
             ("lora: {r: 8, task_type: SEQ_CLS}\n", {}, ["lora.task_type", "'CAUSAL_LM'"]),
             ("lora: {r: 8, inference_mode: true}\n", {}, ["lora.inference_mode", "this command trains"]),
+            ("lora: {r: 8, use_dora: true}\n", {}, ["lora.use_dora", "which are not read yet", "OutcoreMixin"]),
+            ("lora: {r: 8, init_lora_weights: pissa}\n", {}, ["lora.init_lora_weights", "true, false or gaussian"]),
             ("lora: {r: 8, layers_pattern: h}\n", {}, ["line 1: lora.layers_pattern", "PEFT"]),
             ("lora: {layers_to_transform: 1}\n", {}, ["lora.layers_to_transform", "target_modules"]),
             ("resume_from_checkpoint: here\n", {}, ["line 1: resume_from_checkpoint", "--resume"]),
@@ -659,12 +661,12 @@ class TestRun:
         }  # fmt: skip
 
     def test_lora_section(self):
-        text = "lora: {lora_alpha: 3, target_modules: [q_proj], eva_config: {rho: 1.5}, init_lora_weights: eva}\n"
+        text = "lora: {lora_alpha: 3, target_modules: [q_proj], eva_config: {rho: 1.5}}\n"
         lora = settle(text + "lora.layer_replication: [[0, 2]]\n").lora
         assert (lora["r"], lora["lora_alpha"], lora["target_modules"]) == (8, 3, ["q_proj"])
         assert lora["eva_config"].rho == 1.5
         assert lora["layer_replication"] == [(0, 2)]
-        assert settle(None, "lora.init_lora_weights=pissa_niter_16").lora["init_lora_weights"] == "pissa_niter_16"
+        assert settle(None, "lora.init_lora_weights=gaussian").lora["init_lora_weights"] == "gaussian"
 
     @pytest.mark.parametrize(
         ("text", "expected"),

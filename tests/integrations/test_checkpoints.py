@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import outcore
 from outcore.integrations.transformers import OutcoreMixin
@@ -72,6 +72,49 @@ def test_resumed_run_is_the_uninterrupted_run(job, tmp_path):
             assert tiers(resumed.model) == ALL_TIERS
             exactly(history(resumed), history(plain))
             exactly(weights(resumed.model), weights(plain.model))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"train_sampling_strategy": "group_by_length"}, {"accelerator_config": {"use_seedable_sampler": False}}],
+    ids=["lengths", "seed"],
+)
+def test_rows_keep_the_order_that_was_drawn(changes, tmp_path):
+    """Such a sampler draws from torch's own generator, of which the plain Trainer restores no earlier state."""
+    with streamed(tmp_path) as side:
+        whole = language(side, tmp_path / "whole", **SAVES, **changes)
+        whole.train()
+        resumed = language(side, tmp_path / "resumed", model=llama(seed=8), **SAVES, **changes)
+        torch.manual_seed(9)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / CHECKPOINT))
+        exactly(history(resumed), history(whole))
+        exactly(weights(resumed.model), weights(whole.model))
+
+
+@pytest.mark.parametrize("origin", ["plain", "outcore"])
+def test_what_a_trainer_saves_besides(origin, tmp_path):
+    """As TRL's GRPOTrainer does, which saves and loads a coefficient with the optimizer."""
+
+    class Own(Trainer):
+        told = 0
+
+        def _save_checkpoint(self, model, trial):
+            super()._save_checkpoint(model, trial)
+            Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", "own").write_text("7")
+
+        def _load_optimizer_and_scheduler(self, checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None:
+                self.told = int(Path(checkpoint, "own").read_text())
+
+    plain = language(Plain(), tmp_path / "plain", kind=Own, **SAVES)
+    plain.train()
+    with streamed(tmp_path) as side:
+        language(side, tmp_path / "outcore", kind=Own, **SAVES).train()
+        resumed = language(side, tmp_path / "resumed", kind=Own, model=llama(seed=8), **SAVES)
+        resumed.train(resume_from_checkpoint=str(tmp_path / origin / CHECKPOINT))
+        assert resumed.told == 7
+        exactly(weights(resumed.model), weights(plain.model))
 
 
 def test_resuming_bf16_with_masters(tmp_path):

@@ -19,6 +19,7 @@ from .rig import (
     ALL_TIERS,
     CHECKPOINTING,
     EVAL_TEXTS,
+    TEXTS,
     WARNINGS,
     Plain,
     dpo,
@@ -120,6 +121,16 @@ def test_create_optimizer_of_a_subclass(tmp_path):
             return self.optimizer
 
     same(functools.partial(language, kind=Own), tmp_path)
+
+
+def test_choice_of_optimizer_of_a_subclass(tmp_path):
+    class Own(Trainer):
+        @staticmethod
+        def get_optimizer_cls_and_kwargs(args, model=None):
+            assert args.optim == "ademamix"  # a name of which outcore knows nothing
+            return torch.optim.SGD, {"lr": 0.1, "fused": True}
+
+    same(functools.partial(language, kind=Own), tmp_path, optim="ademamix")
 
 
 def test_optimizer_that_outcore_does_not_know(tmp_path):
@@ -291,6 +302,36 @@ def test_updates_run_inside_backward_where_nothing_clips(kind, norm, is_early, t
         trainer = language(side, tmp_path / "outcore", kind=kind, max_grad_norm=norm)
         exactly(seen(trainer, train), want)
         assert any(unit.early for unit in trainer.optimizer.plan.units) == is_early
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """Data whose length nobody knows: an epoch ends after one micro-batch of the second step."""
+
+    def __iter__(self):
+        yield from token_dataset(TEXTS[:5])
+
+
+class EndsAnEpoch(TrainerCallback):
+    has_ended = False
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 1 and not self.has_ended:
+            self.has_ended = control.should_epoch_stop = True
+
+
+@pytest.mark.parametrize("ends", ["data", "callback"])
+def test_epochs_that_end_within_a_step(ends, tmp_path):
+    """The next epoch adds to the gradients, so the number of backward passes is not promised."""
+
+    def job(side, folder):
+        parts = {"train_dataset": Endless()} if ends == "data" else {"callbacks": [EndsAnEpoch()]}
+        size, steps = (1, 4) if ends == "data" else (2, 2)
+        changes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_steps": 3}
+        return language(side, folder, parts=parts, max_grad_norm=0.0, eval_strategy="no", **changes)
+
+    want = seen(job(Plain(), tmp_path / "plain"), train)
+    with streamed(tmp_path, budget=outcore.Budget(device="300KiB", host="1GiB", disk=tmp_path)) as side:
+        exactly(seen(job(side, tmp_path / "outcore"), train), want)
 
 
 def test_logs_tell_what_was_moved(tmp_path):

@@ -124,6 +124,13 @@ def test_what_several_ranks_refuse(name):
     refuse_unranked(args)
 
 
+@pytest.mark.parametrize("name", ["_save", "_load_best_model"])
+def test_a_way_to_save_or_load_of_ones_own(name):
+    own = type("Own", (Trainer,), {name: lambda self, *args, **kwargs: None})
+    with pytest.raises(outcore.UnsupportedError, match=f"but Own has a {name} of its own, which would never be called"):
+        type("Both", (OutcoreMixin, own), {})(llama())
+
+
 @pytest.mark.parametrize("name", ["adamw_torch_4bit", "ademamix", "galore_adamw"])
 def test_names_of_other_optimizers(name, tmp_path):
     """The refusal names the optimizer, and does not ask for a missing package that would not help."""

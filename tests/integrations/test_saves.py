@@ -144,7 +144,7 @@ def test_what_else_ends_a_run_says_that_a_save_failed(tmp_path, monkeypatch):
         trainer = language(side, tmp_path, save_strategy="steps", save_steps=2, parts={"callbacks": [Breaks()]})
         with pytest.raises(RuntimeError, match="broken") as caught:
             trainer.train()
-    assert "the last checkpoint was not saved: checkpoint" in caught.value.__notes__[0]
+    assert "the last save failed: checkpoint" in caught.value.__notes__[0]
 
 
 def test_uploads_come_behind_it(tmp_path, monkeypatch):

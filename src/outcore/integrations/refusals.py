@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,29 @@ _ARGUMENTS = {
     "activation_offloading": "drop it; outcore recomputes activations itself",
     "sync_ref_model": "drop it; it reads and writes weights behind outcore's back",
 }
+
+
+_REPLACED = ("_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model")
+"""Methods of a Trainer in whose place the mixin saves and loads."""
+
+
+def refuse_class(behind: Sequence[type]) -> None:
+    """Refuse a Trainer with a way of its own to save or load, which would silently never be called.
+
+    Args:
+        behind: The classes that come after the mixin.
+
+    Raises:
+        UnsupportedError: One of them is a user's, and has such a method.
+    """
+    for kind in behind:
+        name = next((name for name in _REPLACED if name in vars(kind)), None)
+        if name is not None and kind.__module__.partition(".")[0] not in ("transformers", "trl", "outcore"):
+            raise UnsupportedError(
+                f"expected a Trainer that saves and loads as Transformers does, but {kind.__name__} has a {name} of "
+                "its own, which would never be called, since the mixin does that tensor by tensor; override "
+                "save_model or train instead, or put the method into the class that names OutcoreMixin first"
+            )
 
 
 def refuse_arguments(args: TrainingArguments) -> None:

@@ -63,6 +63,8 @@ class TrainerSaves:
         """Called on the save lane before the commit; with several ranks, on rank 0 only."""
         self.random: dict[str, Any] = {}
         """Random generators and buffers that ranks have of their own, for the checkpoint that is being made."""
+        self.random_of_epoch: list[dict[str, Any]] = []
+        """Random generators as this epoch began, by rank: some samplers draw the order of its rows from them."""
         self._trainer, self._on_durable = trainer, on_durable
         self._under_way: _UnderWay | None = None
         self._inner = Path()
@@ -90,7 +92,7 @@ class TrainerSaves:
         world = engine.access.world
         many = world is not None
         self.random = {"ranks": all_random_states(engine)} if many else random_states(engine.device)
-        self.random |= {"buffers": odd_buffers(engine)} if many else {}
+        self.random |= {"epoch": self.random_of_epoch, **({"buffers": odd_buffers(engine)} if many else {})}
         target = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         at = folder.absolute()  # so a later change of the working directory does not move it
         kept = {at / target.name}
@@ -180,7 +182,7 @@ class TrainerSaves:
                 try:
                     self.settle()
                 except Exception as failed:
-                    error.add_note(f"the last checkpoint was not saved: {failed}")
+                    error.add_note(f"the last save failed: {failed}")
                 raise
             self.settle()
         except at_once:

@@ -6,6 +6,7 @@ are cut over the ranks: each writes its own, and any number of ranks can read th
 
 from __future__ import annotations
 
+import inspect
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,7 +33,7 @@ from outcore.ranks.agreement import agreed
 from outcore.ranks.world import World
 from outcore.runtime.module_guard import attachment_of
 from outcore.runtime.saves import Save
-from outcore.saving.shared import restore_odd_buffers, restore_random_states_of
+from outcore.saving.shared import all_random_states, restore_odd_buffers, restore_random_states_of
 from outcore.saving.small_state import read_small, write_small
 from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
 from outcore.saving.weights.conversions import is_adapter_model
@@ -69,6 +70,22 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
             resume_from_checkpoint = True if found is None else str(found)  # without one, let the Trainer raise
         with self._outcore_saves.settled(), self._outcore_reading:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Begin a resumed epoch with the random numbers with which it began at first, so that rows keep their order.
+
+        The Trainer restores those of the checkpoint behind the rows that it leaves out.
+        """
+        given = inspect.signature(super()._run_epoch).bind(*args, **kwargs).arguments
+        engine, checkpoint = self.optimizer.engine, given["resume_from_checkpoint"]
+        is_resumed = checkpoint is not None and given["epoch"] == given["epochs_trained"]
+        if is_resumed and given["steps_trained_in_current_epoch"] > 0 and not self.args.ignore_data_skip:
+            is_there = (Path(checkpoint) / f"{RANDOM_STATE}.json").is_file()
+            saved = read_small(Path(checkpoint), RANDOM_STATE) if is_there else {}
+            if saved.get("epoch"):
+                restore_random_states_of(saved["epoch"], engine, "resume_from_checkpoint")
+        self._outcore_saves.random_of_epoch = all_random_states(engine)
+        super()._run_epoch(*args, **kwargs)
 
     def _maybe_log_save_evaluate(  # noqa: PLR0913 (the Trainer's)
         self,
@@ -194,3 +211,6 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
             plain = os.path.join(checkpoint, OPTIMIZER_NAME)
             self.optimizer.load_state_dict(torch.load(plain, map_location="cpu", weights_only=True, mmap=True))
         self.lr_scheduler.load_state_dict(saved_schedule(Path(checkpoint)))
+        theirs = super()._load_optimizer_and_scheduler
+        if theirs.__module__ != Trainer.__module__:  # it loads more, such as a coefficient of GRPO
+            theirs(checkpoint)

@@ -25,6 +25,7 @@ from outcore.core.extra import TRAINER, refuse_missing
 refuse_missing(*TRAINER)  # before Python's ImportError, which does not name the extra
 
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from outcore.api import close, prepare_in_loop
 from outcore.core.errors import ConfigError, OutcoreError
@@ -33,6 +34,7 @@ from outcore.integrations.optimizers import optimizer_or_other
 from outcore.integrations.refusals import (
     refuse_accelerator,
     refuse_arguments,
+    refuse_class,
     refuse_model,
     refuse_optimizer,
     refuse_pieces,
@@ -68,8 +70,6 @@ class OutcoreMixin(StreamedCheckpoints):
     A reference model (DPO and others) may be prepared with ``outcore.prepare(ref_model, None, budget=...)`` before it
     is passed in.
     """
-
-    get_optimizer_cls_and_kwargs = staticmethod(optimizer_or_other)
 
     def __init__(  # noqa: PLR0913 (as prepare)
         self,
@@ -111,6 +111,8 @@ class OutcoreMixin(StreamedCheckpoints):
         Raises:
             UnsupportedError: A setting cannot work with streamed weights.
         """
+        mro = type(self).__mro__
+        refuse_class(mro[mro.index(StreamedCheckpoints) + 1 :])
         self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
         self._outcore_options |= {"hardware": hardware, "compile": compile, "activations": activations}
         self._outcore_options |= {"micro_batches_in_unit": micro_batches_in_unit}
@@ -154,6 +156,13 @@ class OutcoreMixin(StreamedCheckpoints):
         """Leave the model where it is until it is prepared."""
 
     # Preparing.
+
+    @classmethod
+    def get_optimizer_cls_and_kwargs(cls, args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, Any]:
+        """Return the named optimizer, with updates that can be streamed, unless a class behind this one has its own."""
+        theirs = super().get_optimizer_cls_and_kwargs
+        named = optimizer_or_other if theirs is Trainer.get_optimizer_cls_and_kwargs else theirs
+        return named(args, model)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:  # noqa: FBT001, FBT002
         """Prepare the model. The Trainer calls this before its first step and its first evaluation."""
@@ -201,7 +210,7 @@ class OutcoreMixin(StreamedCheckpoints):
         loop = Loop(
             self.args.gradient_accumulation_steps,
             clips=self.args.max_grad_norm > 0,
-            is_promised=_has_a_known_loop(type(self)),
+            is_promised=_has_a_known_loop(self),
             makes_logits=self._outcore_sample is not None or not scores_in_tiles(),
         )
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
@@ -242,16 +251,32 @@ def _brings_optimizer(trainer: type[Trainer], args: Sequence[Any], kwargs: Mappi
     given = (*args, *kwargs.values())
     return (
         trainer.create_optimizer is not Trainer.create_optimizer
+        or any("get_optimizer_cls_and_kwargs" in vars(kind) for kind in {*trainer.__mro__} - {OutcoreMixin, Trainer})
         or kwargs.get("optimizer_cls_and_kwargs") is not None
         or any(isinstance(value, tuple) and any(part is not None for part in value) for value in given)
     )
 
 
-def _has_a_known_loop(trainer: type[Trainer]) -> bool:
-    """Whether a step has as many backward passes as the arguments say: not if a user's class overrides the loop."""
-    names = ("training_step", "_inner_training_loop", "_run_epoch", "get_batch_samples")
-    makers = (kind.__module__ for kind in trainer.__mro__ if any(name in vars(kind) for name in names))
-    return all(maker.partition(".")[0] in ("transformers", "trl") for maker in makers)
+def _has_a_known_loop(trainer: Trainer) -> bool:
+    """Whether a step has as many backward passes as the arguments say.
+
+    Not if a user's class overrides the loop. Nor if an epoch may end between two micro-batches of a step, as the next
+    epoch then adds to their gradients: the Trainer does not know where data without a length ends, and a user's
+    callback may stop an epoch there.
+    """
+    names = ("training_step", "_inner_training_loop", "_run_epoch", "get_batch_samples", "get_train_dataloader")
+    if not _is_theirs(type(trainer), names) or not has_length(trainer.train_dataset):
+        return False
+    return trainer.args.gradient_accumulation_steps == 1 or all(
+        _is_theirs(type(callback), ("on_step_begin", "on_substep_end"))
+        for callback in trainer.callback_handler.callbacks
+    )
+
+
+def _is_theirs(kind: type, names: Sequence[str]) -> bool:
+    """Whether no user's class has one of these methods."""
+    makers = (each.__module__ for each in kind.__mro__ if any(name in vars(each) for name in names))
+    return all(maker.partition(".")[0] in ("transformers", "trl", "outcore") for maker in makers)
 
 
 def _take_over(build: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

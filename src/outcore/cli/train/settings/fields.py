@@ -110,6 +110,8 @@ class Kind:
 
     def _repair(self, given: Given) -> str:
         near = difflib.get_close_matches(shown(given.value).strip("'"), self._words, n=1)
+        if near and near[0] == given.value:  # the word is right, and belongs into a list
+            return f"give it as a list: [{near[0]}]"
         if near:
             return f"did you mean '{near[0]}'?"
         return "correct it" + (

@@ -42,10 +42,16 @@ def check_lora(lora: Mapping[str, Any], settings: Mapping[str, Setting]) -> None
     """Have PEFT check its settings together.
 
     Raises:
-        ConfigError: PEFT refuses them.
+        ConfigError: PEFT refuses them, or adapters would begin with something made from the weights.
     """
     from peft import LoraConfig
 
+    first = settings.get("lora.init_lora_weights")
+    if first is not None and isinstance(first.value, str) and first.value != "gaussian":
+        raise ConfigError(
+            f"{first.where}: expected true, false or gaussian, since adapters are made before the weights are read, "
+            f"but got {shown(first.value)}; choose one of these, or train with OutcoreMixin"
+        )
     with _quiet(), _refused_by("PEFT", {k: s for k, s in settings.items() if k.startswith("lora.")}):
         LoraConfig(**lora)
 

@@ -81,6 +81,8 @@ INSTEAD: Mapping[str, str] = {
     "resume_from_checkpoint": "--resume continues from the newest checkpoint in --out",
     "enable_jit_checkpoint": "a run that is told to stop saves a checkpoint by itself, within --grace",
     "lora.inference_mode": "this command trains",
+    "lora.use_dora": "its magnitudes begin as norms of weights, which are not read yet where this command makes "
+    "adapters; train them with OutcoreMixin",
     "save_only_model": "without states no checkpoint can be resumed from, and the final model is in model/ anyway",
     "precompute_ref_log_probs": "the frozen reference is kept out of core beside the model, and --lora needs none",
     "ignore_data_skip": "a resumed run goes on with the data that comes next",
