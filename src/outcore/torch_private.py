@@ -7,7 +7,8 @@ backward. Only the kernels of updates are checked elsewhere (``optim.kernels``),
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import methodcaller
+from functools import partial
+from operator import call, methodcaller
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,6 +29,9 @@ _PRIVATE = (
     "_C._will_engine_execute_node",
     "_C._are_functorch_transforms_active",
     "_C._disabled_torch_function_impl",
+    "_C._get_fp32_precision_getter",
+    "_C._get_sdp_priority_order",
+    "_C._set_fp32_precision_setter",
     "_C.DisableTorchFunctionSubclass",
     "_C._autograd._get_current_graph_task_keep_graph",
     "_C._autograd._top_saved_tensors_default_hooks",
@@ -44,9 +48,11 @@ _PRIVATE = (
     "ops.aten.add.Tensor._schema",
     "Tensor._backward_hooks",
     "Tensor._base",
+    "Tensor._indices",
     "Tensor._make_subclass",
     "Tensor._make_wrapper_subclass",
     "Tensor._post_accumulate_grad_hooks",
+    "Tensor._values",
     "Tensor._version",
     "UntypedStorage._cdata",
 )
@@ -96,6 +102,12 @@ is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 without_memory: Callable[..., Any] = _torch.Tensor._make_wrapper_subclass
 """Returns a tensor without memory of its own; its class knows where the values are."""
 
+
+def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return coordinates and values of a sparse tensor. The public names are for sorted coordinates alone."""
+    return tensor._indices(), tensor._values()
+
+
 order_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 """Returns the sequence number of a node. It is larger the later the node was made on its thread."""
 
@@ -133,6 +145,54 @@ def run_backward(
     """
     found = _engine.run_backward(outputs, grads, keeps_graph, False, tuple(sources), True, False)  # noqa: FBT003
     return cast("Sequence[torch.Tensor | None]", found)
+
+
+_ATTENTION = "cudnn", "flash", "math", "mem_efficient", "overrideable"
+_KERNELS = (
+    *("math_sdp_allow_fp16_bf16_reduction", "sdp_priority_order", "cublas_allow_fp16_accumulation"),
+    *("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction"),
+    *("cpu_allow_fp16_reduced_precision_reduction", "blas_preferred_backend", "linalg_preferred_backend"),
+    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_depthwise_kernel"),
+    *("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled"),
+)
+_PRECISIONS = [(library, work) for work in ("matmul", "conv", "rnn") for library in ("cuda", "mkldnn")]
+_read_precision, _set_precision = _torch_c._get_fp32_precision_getter, _torch_c._set_fp32_precision_setter
+
+
+def _named_switches() -> Sequence[tuple[Callable[[], Any], Callable[..., object]]]:
+    names = [(f"_get_{kind}_sdp_enabled", f"_set_sdp_use_{kind}") for kind in _ATTENTION]
+    names += [(f"_get_{name}", f"_set_{name}") for name in _KERNELS]
+    # A torch that lacks one has no such choice.
+    found = [(getattr(_torch_c, read), getattr(_torch_c, change)) for read, change in names if hasattr(_torch_c, read)]
+    modes = torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+    return *found, modes, (torch.get_default_dtype, torch.set_default_dtype)
+
+
+_SWITCHES = _named_switches()
+_READ: list[Any] = [*(read for read, _ in _SWITCHES), *(partial(_read_precision, *place) for place in _PRECISIONS)]
+
+
+def switches() -> list[Any]:
+    """Return torch's global switches: those that choose kernels, and so how results round, and the default dtype."""
+    return list(map(call, _READ))
+
+
+def set_switches(values: Sequence[Any]) -> None:
+    """Set switches to what ``switches`` returned."""
+    for (read, change), value in zip(_SWITCHES, values, strict=False):
+        if read() != value:
+            change(*value) if type(value) is tuple else change(value)
+    wanted, now = values[len(_SWITCHES) :], switches()[len(_SWITCHES) :]
+    if wanted[:2] != now[:2]:
+        # An older setting, which torch refuses to read if it does not fit these two.
+        name = "medium" if wanted[1] == "bf16" else "high" if wanted[0] == "tf32" else "highest"
+        torch.set_float32_matmul_precision(name)
+        now[:2] = [None, None]  # set by the name, perhaps to other values
+    for place, value, before in zip(_PRECISIONS, wanted, now, strict=True):
+        if value != before:
+            _set_precision(*place, "none")  # so that a more general setting may give the value
+            if _read_precision(*place) != value:
+                _set_precision(*place, value)
 
 
 def is_packing() -> bool:

@@ -251,6 +251,49 @@ def test_an_argument_changed_in_place_after_the_call_is_refused(kind, policy, tm
             y.sum().backward()
 
 
+class TakesInference(Base):
+    def forward(self, x, shift, rate, factor=None):
+        return self.core(x) * (1 if factor is None else factor) + shift + rate
+
+
+EVERY_POLICY = pytest.mark.parametrize("policy", ["keep", "select", "recompute"])
+
+
+@KIND
+@EVERY_POLICY
+def test_inference_tensors_as_arguments(kind, policy, tmp_path):
+    """Autograd refuses to save them, and does not see that they change. What saves none runs, as in a plain loop."""
+
+    def drive(model, optimizer):
+        with torch.inference_mode():
+            shift, rate = torch.rand(WIDTH), torch.zeros(WIDTH).requires_grad_()
+        losses = []
+        for step in range(2):
+            x = model.embed(batch(step))
+            for block in model.blocks:
+                x = block(x, shift, rate)
+            losses.append(model.head(x).square().mean())
+            with torch.inference_mode():
+                shift.add_(1)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach() for loss in losses], rate.grad
+
+    same(drive, kind, tmp_path, build=lambda: Tower(TakesInference), policy=policy, units=[TakesInference])
+
+
+@KIND
+@EVERY_POLICY
+def test_an_inference_tensor_that_a_block_saves_is_refused_by_torch(kind, policy, tmp_path):
+    model = make(lambda: Tower(TakesInference))
+    with torch.inference_mode():
+        factor = torch.rand(WIDTH)
+    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, _):
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            model.blocks[0](model.embed(batch()), 0, 0, factor)
+
+
 class Captures(Base):
     outside: Any = None
 

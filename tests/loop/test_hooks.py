@@ -301,3 +301,47 @@ def test_what_only_an_unused_result_needs_gets_no_gradient(kind, policy, tmp_pat
         return tower
 
     same(drive, kind, tmp_path, build=build, policy=policy)
+
+
+class Retains(torch.nn.Module):
+    """Keeps tensors whose gradients the loop reads: inside, in a list, and its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.kept, self.calls, self.bend = torch.nn.Linear(WIDTH, WIDTH), [], {}, 0.5
+
+    def forward(self, x):
+        self.inside = self.up(x)
+        more = torch.tanh(self.inside)
+        more.register_hook(lambda grad: grad * self.bend)
+        result = x + more * more
+        for tensor in (x, self.inside, more, result):
+            tensor.retain_grad()
+        self.kept.append(more)
+        self.calls["last"] = (self.inside, result)
+        return result
+
+
+@KIND
+@POLICY
+def test_gradients_that_a_block_retains(kind, policy, tmp_path):
+    """A recompute makes other tensors; their gradients are those of the tensors that forward has left."""
+
+    def drive(model, optimizer):
+        held = []
+        for step in range(2):
+            for _ in range(2):  # two forwards before a backward, and a graph that is walked twice
+                x = model.embed(batch(step))
+                for block in model.blocks:
+                    held.append(x)
+                    x = block(x)
+                    held += x, block.inside, *block.calls["last"]
+                loss = model.head(x).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held += [tensor for block in model.blocks for tensor in block.kept]
+        return [tensor.grad.clone() if tensor.retains_grad and tensor.grad is not None else None for tensor in held]
+
+    same(drive, kind, tmp_path, build=lambda: Tower(Retains), policy=policy, units=[Retains])

@@ -119,6 +119,36 @@ def test_a_graph_over_parameters_that_the_block_changes_is_refused(kind, tmp_pat
             norm.backward()
 
 
+def double(model, factor=2.0):
+    with torch.no_grad():
+        model.get_parameter(NAME).mul_(factor)
+
+
+@pytest.mark.parametrize("when", ["before the block", "inside, before the edit", "between two edits"])
+@KIND
+def test_a_graph_is_not_walked_with_weights_that_the_block_changed(kind, when, tmp_path):
+    """Also when recomputes are no longer checked by their results."""
+    model = make()
+    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        train(model, optimizer, 9)
+        loss = model.loss(batch())
+        with outcore.gathered(model):
+            if when == "between two edits":
+                double(model)
+            loss = loss if when == "before the block" else model.loss(batch())
+            double(model, 0.5)
+            if when == "between two edits":
+                model.loss(batch()).backward()  # with the weights of its forward
+            else:
+                with pytest.raises(RuntimeError, match=r"modified by an inplace operation|have changed since"):
+                    loss.backward()
+        if when == "between two edits":
+            with pytest.raises(RuntimeError, match=r"modified by an inplace operation|have changed since"):
+                loss.backward()
+        optimizer.zero_grad()
+        train(model, optimizer, 1)
+
+
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_kept_weights_while_gathered(kind, tmp_path):
     model = make()

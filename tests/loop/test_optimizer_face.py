@@ -10,7 +10,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import outcore
 
-from .rig import KINDS, adamw, agrees, batch, make, prepared, same, train
+from .rig import KINDS, adamw, agrees, assert_same, batch, make, prepared, same, train
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -216,3 +216,114 @@ def test_momentum_that_begins_later(model, optimizer):
         optimizer.param_groups[0]["momentum"] = momentum
         losses += train(model, optimizer)
     return losses
+
+
+@KIND
+def test_loading_replaces_settings(kind, tmp_path):
+    """As in torch: what the saved groups lack is gone, or has its default; nothing is shared with what was loaded."""
+
+    def drive(model, optimizer):
+        seen, held = train(model, optimizer), optimizer.param_groups
+        saved = optimizer.state_dict()
+        rate = torch.tensor(3e-3)
+        optimizer.param_groups[0] |= {"initial_lr": 0.5, "mine": "gone", "amsgrad": False}
+        del saved["param_groups"][0]["maximize"]
+        saved["param_groups"][0] |= {"lr": rate, "theirs": [1]}
+        optimizer.load_state_dict(saved)
+        rate.fill_(1e9)
+        saved["param_groups"][0]["theirs"].append(2)
+        held[0]["lr"] = 1e9  # a plain loop, too, has another list with other groups now
+        held.clear()
+        seen += train(model, optimizer)
+        return seen, {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "fused")}
+
+    same(drive, kind, tmp_path)
+
+
+def named(model):
+    return torch.optim.SGD([(n, p) for n, p in model.named_parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("of", [named, adamw])
+def test_loading_keeps_names_and_what_the_class_requires(of, tmp_path):
+    def drive(model, optimizer):
+        train(model, optimizer)
+        saved = optimizer.state_dict()
+        for key in ("param_names", "nesterov", "fused", "decoupled_weight_decay"):
+            saved["param_groups"][0].pop(key, None)
+        optimizer.load_state_dict(saved)
+        return {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+
+    same(drive, "host", tmp_path, optimizer=of)
+
+
+def test_states_that_were_held_over_a_load_are_refused(tmp_path):
+    model = make()
+    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+        train(model, optimizer)
+        held = optimizer.state[model.head.weight]
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.raises(outcore.UnsupportedError, match="or of states that were replaced since"):
+            optimizer.state[model.head.weight] = held
+
+
+@pytest.mark.parametrize("wrong", ["exp_avg", "step", "format", "groups"])
+def test_a_load_that_is_refused_changes_nothing(wrong, tmp_path):
+    model = make()
+    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+        train(model, optimizer)
+        groups, before = optimizer.param_groups, optimizer.state_dict()
+        settings, saved = dict(groups[0]), optimizer.state_dict()
+        saved["param_groups"][0]["lr"] = 7.0
+        if wrong == "format":
+            saved["param_groups"][0]["state_format"] = "8bit"
+        elif wrong == "groups":
+            saved["param_groups"][0]["params"].pop()
+        else:
+            saved["state"][0]["exp_avg"].zero_()
+            saved["state"][5][wrong] = torch.zeros(3, 2)
+        with pytest.raises(outcore.ConfigError):
+            optimizer.load_state_dict(saved)
+        assert optimizer.param_groups is groups
+        assert groups[0] == settings
+        assert_same(before, optimizer.state_dict())
+        train(model, optimizer)
+
+
+@KIND
+def test_param_groups_are_assigned(kind, tmp_path):
+    """As a wrapper does after loading, which has groups of its own then; a scheduler follows."""
+
+    def drive(model, optimizer):
+        scheduler, seen = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), train(model, optimizer)
+        first, *rest = optimizer.param_groups
+        optimizer.param_groups = [{**first, "lr": 3e-3}]
+        seen += train(model, optimizer)
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 1.5e-3
+        optimizer.param_groups.extend(rest)
+        model.zero_grad()
+        return seen + train(model, optimizer)
+
+    def in_two(model):
+        return torch.optim.AdamW([{"params": model.blocks.parameters()}, {"params": model.head.parameters()}], lr=1e-2)
+
+    same(drive, kind, tmp_path, optimizer=in_two)
+
+
+def test_groups_that_cannot_be_assigned_are_refused(tmp_path):
+    model = make()
+    old = adamw(model)
+    with prepared(model, old, "host", tmp_path) as (model, optimizer):
+        groups = optimizer.param_groups
+        first, other = groups[0], torch.nn.Parameter(torch.zeros(3))
+        for wrong in ([{**first, "params": [other]}], [first, {**first, "params": [model.head.weight]}]):
+            with pytest.raises(outcore.ConfigError, match="groups of parameters of the model, each once, but got"):
+                optimizer.param_groups = wrong
+            assert optimizer.param_groups is groups
+        model.loss(batch()).backward()
+        old.param_groups = [dict(first)]
+        with pytest.raises(outcore.ConfigError, match="change param_groups of the optimizer that prepare returned"):
+            optimizer.step()
+        old.param_groups = groups
+        optimizer.step()

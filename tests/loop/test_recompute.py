@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import zlib
 from collections import Counter as Tally
 from collections import OrderedDict, defaultdict, deque
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import outcore
 from outcore.runtime.recompute.checks import FIRST_CALLS
 
-from .rig import DEVICE, KINDS, WIDTH, Tower, adamw, batch, make, prepared, same, train
+from .rig import DEVICE, IS_SIMULATED, KINDS, WIDTH, Tower, adamw, batch, make, prepared, same, train
 
 LEGACY: Any = np.random  # numpy's global generator, from which functions of the module draw
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
+NOT_SIMULATED = pytest.mark.skipif(IS_SIMULATED, reason="the simulated GPU knows no sparse tensors")
 
 
 class Base(nn.Module):
@@ -135,6 +141,42 @@ class SilentBuffers(Base):
         return self.core(x * self.factor.clone()) * float(self.large.mean()) + float(self.late)
 
 
+class Expanded(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("wide", torch.ones(1, WIDTH).expand(3, WIDTH))
+        self.register_buffer("large", torch.ones(1, 1, 1).expand(50, 50, 50))
+        self.rows, self.windows = torch.ones(3, 1).expand(3, WIDTH), torch.arange(9.0).unfold(0, 4, 1)
+
+    def forward(self, x):
+        self.wide[:, :1].data[0] *= 1.25  # one element, which all rows show
+        self.rows[:, :1].mul_(0.75)
+        return self.core(x * self.wide[0]) * self.rows.mean() * self.large.mean() + self.windows.mean()
+
+
+class Sparse(Base):
+    """Torch does not compare sparse tensors, and overwrites some only in parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("coo", torch.eye(WIDTH).to_sparse(), persistent=False)
+        self.register_buffer("csr", torch.eye(WIDTH).to_sparse_csr(), persistent=False)
+        self.csc, self.held = torch.eye(WIDTH).to_sparse_csc(), [torch.eye(WIDTH).to_sparse()]
+        self.grows = torch.eye(WIDTH)[:1].to_sparse()
+        self.ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+    def forward(self, x):
+        self.coo._values().data.mul_(1.25)
+        self.csr.values().mul_(0.75)
+        self.held[0].mul_(1.5)
+        self.ragged.values().mul_(1.1)
+        self.grows.add_(torch.eye(WIDTH).roll(self.grows._nnz(), 1)[:1].to_sparse())
+        rows = self.core(x).flatten(0, 1).t()
+        for tensor in (self.coo, self.csr, self.csc, *self.held):
+            rows = tensor.clone() @ rows
+        return rows.t().view_as(x) * self.ragged.values().mean() + self.grows.to_dense().mean()
+
+
 BLOCKS = [PythonRandom, NumpyRandom, OwnGenerators, Counter, RunningTensor, Containers, MoreContainers, SilentBuffers]
 
 
@@ -176,6 +218,8 @@ def left_in(module):
             return [(k, plain(v)) for k, v in value.items()]
         if isinstance(value, np.ndarray):
             return torch.from_numpy(value.copy())
+        if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
+            value = value.values().clone() if value.is_nested else value.to_dense()
         return value if isinstance(value, torch.Tensor | int | float | str | None) else None
 
     names = (n for n in module.__dict__ if not n.startswith("_") and n != "forward")
@@ -205,7 +249,8 @@ def test_the_default_device_is_that_of_the_user(policy, kind, tmp_path):
 
 
 @POLICY
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
+@pytest.mark.parametrize("block", [*BLOCKS, Expanded, pytest.param(Sparse, marks=NOT_SIMULATED)])
 def test_what_a_block_sees_and_changes(block, policy, tmp_path):
     same(drive, "host", tmp_path, build=lambda: Tower(block), policy=policy, units=[block])
 
@@ -214,6 +259,90 @@ def test_what_a_block_sees_and_changes(block, policy, tmp_path):
 @pytest.mark.parametrize("kind", ["device", "disk"])
 def test_all_of_it_in_one_block(kind, policy, tmp_path):
     same(drive, kind, tmp_path, build=lambda: Tower(All, 2), policy=policy, units=[All])
+
+
+def switches():
+    """All that torch lets a program choose of its kernels, and what new tensors are."""
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    products = [getattr(cuda.matmul, f"allow_{n}_reduced_precision_reduction") for n in ("fp16", "bf16")]
+    kinds = [getattr(cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")]
+    order = cuda.fp16_bf16_reduction_math_sdp_allowed(), torch._C._get_sdp_priority_order()
+    precision = [each.fp32_precision for each in (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv)]
+    flags = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, mkldnn.enabled, mkldnn.deterministic
+    rest = torch.get_deterministic_debug_mode(), torch.get_default_dtype(), cuda.preferred_linalg_library()
+    return [*products, cuda.matmul.allow_fp16_accumulation, *kinds, *order, *precision, *flags, *rest]
+
+
+class Switched(Base):
+    def forward(self, x):
+        return self.core(x) * (1 + zlib.crc32(repr(switches()).encode()) % 97) + torch.tensor(1.0).sin()
+
+
+@contextmanager
+def chosen(choose, value, before):
+    choose(value)
+    try:
+        yield
+    finally:
+        choose(before)
+
+
+def attribute(owner, name, value):
+    return chosen(functools.partial(setattr, owner, name), value, getattr(owner, name))
+
+
+CHOICES = {
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "order of attention": lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
+    "sums of attention": lambda: chosen(torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp, True, False),
+    "high": lambda: chosen(torch.set_float32_matmul_precision, "high", "highest"),
+    "medium": lambda: chosen(torch.set_float32_matmul_precision, "medium", "highest"),
+    "tf32": lambda: attribute(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "no tf32 in cuDNN": lambda: attribute(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "everywhere": lambda: attribute(torch.backends, "fp32_precision", "tf32"),
+    "bf16 sums": lambda: attribute(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "fp16 sums": lambda: attribute(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+    "deterministic": lambda: chosen(torch.set_deterministic_debug_mode, "warn", "default"),
+    "cuDNN": lambda: torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True),
+    "mkldnn": lambda: attribute(torch.backends.mkldnn, "enabled", False),
+    "dtype": lambda: chosen(torch.set_default_dtype, torch.float64, torch.float32),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Deterministic behavior was enabled")
+@pytest.mark.parametrize("choice", CHOICES)
+def test_kernels_that_are_chosen_for_forward_alone(choice, tmp_path):
+    """They are chosen in recompute, too, and in backward those of backward."""
+
+    def drive_with(model, optimizer):
+        seen = []
+        for step in range(2):
+            with CHOICES[choice]():
+                loss = model.loss(batch(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += loss.detach(), repr(switches()), torch.get_float32_matmul_precision()
+        return seen
+
+    same(drive_with, "host", tmp_path, build=lambda: Tower(Switched), units=[Switched])
+
+
+class Attends(Base):
+    def forward(self, x):
+        x = self.core(x).unsqueeze(1)
+        return functional.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1)
+
+
+def test_attention_that_is_chosen_for_forward_alone(tmp_path):
+    def drive_with(model, optimizer):
+        ids = batch()
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = model.loss(ids)
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+    same(drive_with, "host", tmp_path, build=lambda: Tower(Attends), units=[Attends])
 
 
 class Replaced(Base):

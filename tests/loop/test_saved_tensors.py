@@ -150,6 +150,33 @@ def test_any_tensor(block: Callable[[], nn.Module], policy: str, tier: str, tmp_
     same(block, policy, tier, tmp_path)
 
 
+class TakesSparse(Two):
+    def forward(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * torch.tanh(matrix @ self.down(self.up(x)).flatten(0, 1).t()).t().view_as(x)
+
+
+@_NOT_SIMULATED
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
+@each_pair
+def test_sparse_arguments(policy: str, tier: str, tmp_path: Path) -> None:
+    """Torch makes no views of sparse tensors, and does not tell the bytes of some."""
+
+    def drive(model: nn.Module, optimizer: Any) -> Any:
+        weights, leaf = torch.eye(EVEN).requires_grad_(), torch.eye(EVEN).to_sparse().requires_grad_()
+        for step in range(2):
+            csr = weights.detach().to_sparse_csr()
+            x = model.embed(batch(step))
+            matrices = (2 * weights).to_sparse(), leaf, csr, (3 * weights).to_sparse_csr()
+            for block, matrix in zip(model.blocks, matrices, strict=True):
+                x = block(x, matrix)
+            model.head(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights.grad, leaf.grad.to_dense()
+
+    same(TakesSparse, policy, tier, tmp_path, drive)
+
+
 @pytest.mark.parametrize("around", [torch.autograd.graph.save_on_cpu, nullcontext])
 @each_pair
 def test_hooks_around_the_model(

@@ -219,7 +219,7 @@ def test_the_end_of_a_run_says_that_the_last_save_failed(how: str, tmp_path: Pat
         block = Prepared(model, optimizer)
         if how == "error":
             block.__exit__(KeyError, error, None)
-            assert "the last checkpoint was not saved: " in error.__notes__[0]
+            assert "the last save failed: " in error.__notes__[0]
         else:
             with pytest.raises(DiskError, match="ENOSPC"):
                 outcore.close(model) if how == "close" else block.__exit__(None, None, None)
@@ -338,6 +338,20 @@ def test_complex_buffers_are_refused_by_name(tmp_path: Path):
         with pytest.raises(UnsupportedError, match=r"'model.blocks.0.more' is torch.complex64; .* persistent=False"):
             outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
         with pytest.raises(UnsupportedError, match=r"'blocks.0.more' is torch.complex64; .* persistent=False"):
+            outcore.save_pretrained(model, tmp_path / "weights")
+    assert not list((tmp_path / "c").iterdir())
+    with small.prepared(with_buffer(value, persistent=False), tmp_path) as (model, optimizer):
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
+def test_sparse_buffers_are_refused_by_name(layout: torch.layout, tmp_path: Path):
+    value = torch.eye(3).to_sparse(layout=layout)
+    with small.prepared(with_buffer(value), tmp_path) as (model, optimizer):
+        with pytest.raises(UnsupportedError, match=rf"'model.blocks.0.more' has the layout {layout}; .* persistent"):
+            outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+        with pytest.raises(UnsupportedError, match=rf"'blocks.0.more' has the layout {layout}; .* persistent=False"):
             outcore.save_pretrained(model, tmp_path / "weights")
     assert not list((tmp_path / "c").iterdir())
     with small.prepared(with_buffer(value, persistent=False), tmp_path) as (model, optimizer):

@@ -322,6 +322,36 @@ def test_who_reads_a_checkpoint_before_its_writer_is_done_keeps_it(run: Any, tmp
     assert [step for step, _ in found_in(tmp_path / "c")] == [3]
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_new_name_that_is_not_durable(is_there: bool, run: Any, tmp_path: Path, monkeypatch: Any):
+    """The folder above cannot be synced after the rename: the checkpoint is whole, and none was removed yet."""
+    model, optimizer = run
+    folder, sync = tmp_path / "c", checkpoint_folder.sync
+    old = outcore.save_checkpoint(model, optimizer, folder, step=2 if is_there else 1, wait=True).path
+    small.train(model, optimizer)
+    before = read_manifest(old, check=True)
+
+    def fail_behind_rename(path: Path) -> None:
+        if path == folder and found_in(path)[0][0] == 2 and read_manifest(found_in(path)[0][1], check=False) != before:
+            raise OSError(errno.EIO, "broken")
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "sync", fail_behind_rename)
+        save = outcore.save_checkpoint(model, optimizer, folder, step=2, keep=1)
+        said = "2': expected that it survives a power loss, but got EIO: broken; .* it is whole and in place"
+        with pytest.raises(DiskError, match=said):
+            save.wait()
+    assert [read_manifest(path, check=True) == before for path in folder.iterdir()].count(True) == 1
+    assert small.find(folder)[1] != before
+    state = state_of(model, optimizer)
+    small.train(model, optimizer)
+    outcore.load_checkpoint(model, optimizer, folder)
+    small.same(state, state_of(model, optimizer))
+    outcore.save_checkpoint(model, optimizer, folder, step=3, keep=1, wait=True)
+    assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+
+
 def test_who_reads_a_checkpoint_has_it_until_the_end(run: Any, tmp_path: Path, monkeypatch: Any):
     """Another save of the same step waits for the reader before it replaces the checkpoint, and finally gives up."""
     model, optimizer = run

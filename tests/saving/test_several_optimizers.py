@@ -106,6 +106,42 @@ def test_a_group_that_is_added_to_one_of_them_later_is_refused() -> None:
             optimizer.step()
 
 
+@pytest.mark.parametrize("how", ["taken", "assigned", "assigned to all"])
+def test_lists_of_groups_that_change_are_refused(how: str) -> None:
+    model = build()
+    optimizers = two(model)
+    with outcore.prepare(model, optimizers, budget=ROOM, device=DEVICE) as (model, optimizer):
+        backward(model)
+        groups = optimizers[0].param_groups
+        if how == "assigned to all":
+            with pytest.raises(ConfigError, match="but another list was assigned; change the groups themselves"):
+                optimizer.param_groups = optimizer.param_groups[:1]
+        else:
+            optimizers[0].param_groups = [] if how == "taken" else [dict(groups[0])]
+            named = "would still be trained; leave it" if how == "taken" else "to the RMSprop .* would not be trained"
+            with pytest.raises(ConfigError, match=named):
+                optimizer.step()
+            optimizers[0].param_groups = groups
+        optimizer.step()
+
+
+def test_settings_of_all_are_loaded() -> None:
+    """Each optimizer still knows its groups, and has what its class sets after loading."""
+    model = build()
+    optimizers = two(model, torch.optim.SGD)
+    optimizers += [torch.optim.Adagrad([optimizers[1].param_groups[0]["params"].pop()], fused=True)]
+    with outcore.prepare(model, optimizers, budget=ROOM, device=DEVICE) as (model, optimizer):
+        train(model, optimizer)
+        saved = optimizer.state_dict()
+        for group, rate in zip(saved["param_groups"], (1.0, 2.0, 3.0), strict=True):
+            group["lr"] = rate
+            del group["maximize"]
+        optimizer.load_state_dict(saved)
+        found = [group for one in optimizers for group in one.param_groups]
+        assert [(group["lr"], group["maximize"]) for group in found] == [(1.0, False), (2.0, False), (3.0, False)]
+        train(model, optimizer)
+
+
 def test_schedulers_see_what_all_have() -> None:
     model = build()
     params = list(model.parameters())

@@ -180,7 +180,7 @@ def _alike(pieces: Iterable[Piece]) -> dict[_Alike, list[Piece]]:
 
 def _filled(pieces: Sequence[Piece], block_numel: int) -> Iterator[list[Piece]]:
     """Yield lists of blocks that together fill the scratch, each list for one kernel call."""
-    if not block_numel:
+    if not block_numel and any(piece.target.numel() for piece in pieces):
         raise AssertionError(f"the scratch of an update holds less than {CUT_NUMEL} elements")
     batch: list[Piece] = []
     room = block_numel

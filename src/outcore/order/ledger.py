@@ -169,10 +169,14 @@ class Ledger(Generic[H]):
         for i, home in enumerate(self.activations):
             home.memory = memory.part(i * home.nbytes, (i + 1) * home.nbytes)
 
+    @property
+    def homes(self) -> tuple[Home[H], ...]:
+        """All homes but those of activations."""
+        return self.weights, self.gradients, self.states, self.next_weights, self.next_states
+
     def let_go(self) -> None:
         """Forget where the bytes are, so that their memory can be given back."""
-        whole = self.weights, self.gradients, self.states, self.next_weights, self.next_states
-        for home in (*whole, *self.activations):
+        for home in (*self.homes, *self.activations):
             home.memory = None
         self.slot = None
 

@@ -49,11 +49,12 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
     """States by parameter, as in ``torch.optim.Optimizer.state``.
 
     Attributes:
+        groups: The param groups.
         num_replaced: How often all states of a parameter were replaced here, by its id.
     """
 
     def __init__(self, engine: Engine, groups: list[dict[str, Any]]) -> None:
-        self._engine, self._groups, self._place = engine, groups, engine.states.place
+        self._engine, self.groups, self._place = engine, groups, engine.states.place
         self.num_replaced = Counter[int]()
 
     def names(self, param: torch.Tensor) -> tuple[str, ...]:
@@ -83,7 +84,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         rule = self._engine.settings.expect_rule()
         if len(rule.kinds) == 1:
             return rule.kinds[0]
-        group = next((g for g in self._groups if any(p is param for p in g["params"])), self._groups[0])
+        group = next((g for g in self.groups if any(p is param for p in g["params"])), self.groups[0])
         return rule.kind(group)
 
     def _all_names(self, param: torch.Tensor, unit: Unit, index: int) -> tuple[str, ...]:
@@ -144,7 +145,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
 
     def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
         """Replace the states of all parameters; a parameter without values begins anew."""
-        params = [param for group in self._groups for param in group["params"] if self._place(param) is not None]
+        params = [param for group in self.groups for param in group["params"] if self._place(param) is not None]
         for param in params:
             self._check(param, values.get(param, {}))
         for param in params:
@@ -177,7 +178,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         self._load(param, {})
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (param for group in self._groups for param in group["params"] if self.names(param))
+        return (param for group in self.groups for param in group["params"] if self.names(param))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -43,11 +44,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 from now on.
         """
         self.engine = engine
-        self._originals = (original, *members(original))
+        self._originals = (original, *members(original))  # twice the same if there is only one
         self._is_complete = False
         super().__init__(original.param_groups, dict(original.defaults))
-        self.param_groups = engine.settings.groups = original.param_groups
         self._states = LiveStates(engine, original.param_groups)
+        self._follow(original.param_groups)
         self._is_complete = True
         self.step_was_skipped = False
         self.resumed: dict[str, Any] | None = None
@@ -77,6 +78,32 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def state(self, values: Mapping[torch.Tensor, Any]) -> None:
         if self._is_complete:  # else torch's own constructor sets it
             self._states.replace(values)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's own list of groups. Another one may be assigned, unless several optimizers share the model."""
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if not self._is_complete:  # torch's own constructor sets it
+            self._groups = groups
+            return
+        if self._has_several and groups is not self._groups:
+            raise ConfigError(
+                "optimizer: expected the lists of groups of several optimizers to stay as they were at "
+                "outcore.prepare(), but another list was assigned; change the groups themselves"
+            )
+        _refuse_other_params(groups, self.engine)
+        self._follow(groups)
+
+    def _follow(self, groups: list[dict[str, Any]]) -> None:
+        """Let everything that reads groups read these; schedulers may have the user's optimizer."""
+        self._groups = self.engine.settings.groups = self._states.groups = self._originals[0].param_groups = groups
+
+    @property
+    def _has_several(self) -> bool:
+        return self._originals[0] is not self._originals[-1]
 
     @property
     def plan(self) -> Plan:
@@ -126,14 +153,22 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _refuse_new_groups(self) -> None:
-        """Raise if a group was added to one of several optimizers: each has a list of its own."""
-        mine = {id(group) for group in self.param_groups}
-        for one in self._originals:
-            if any(id(group) not in mine for group in one.param_groups):
-                raise ConfigError(
-                    "optimizer: expected param groups that were there at outcore.prepare(), but one was added later to "
-                    f"the {type(one).__name__} that prepare was given, and would not be trained; add it before prepare"
-                )
+        """Raise if groups came or went where that has no effect: in the lists of the optimizers that were given."""
+        _refuse_other_params(self._groups, self.engine)
+        mine = {id(group) for group in self._groups}
+        given = [(one, id(group)) for one in self._originals[1:] for group in one.param_groups]
+        if {group for _, group in given} == mine:
+            return
+        name = next((type(one).__name__ for one, group in given if group not in mine), None)
+        came = f"one was added later to the {name} that prepare was given, and would not be trained"
+        went = "one was taken from what prepare was given, and would still be trained"
+        todo = "change param_groups of the optimizer that prepare returned instead"
+        if self._has_several:
+            todo = "leave it there, and freeze its parameters" if name is None else "add it before prepare"
+        raise ConfigError(
+            "optimizer: expected param groups that were there at outcore.prepare(), but "
+            f"{went if name is None else came}; {todo}"
+        )
 
     def _is_infinite(self) -> bool:
         """Whether ``GradScaler`` found infinities. Waits for the device if the host does not know."""
@@ -216,7 +251,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @as_it_is
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Write states home, and take over settings of the groups.
+        """Write states home, and replace the groups' settings, as in torch.
 
         Raises:
             ConfigError: The states are for other groups or of another format, or a tensor has another shape.
@@ -231,7 +266,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        groups = state_dict["param_groups"]
+        groups = copy.deepcopy(state_dict["param_groups"])
         sizes = [len(g["params"]) for g in self.param_groups]
         if [len(g["params"]) for g in groups] != sizes:
             raise ConfigError(
@@ -248,11 +283,27 @@ class StreamedOptimizer(torch.optim.Optimizer):
         keys = [key for group in groups for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         values = [state_dict["state"].get(key, {}) for key in keys]
-        for param, state in zip(params, values, strict=True):
-            self.engine.states.check(param, state)
-        take_over(self, groups)
-        for param, state in zip(params, values, strict=True):
-            self.engine.states.load(param, state)
+        self._states.replace(dict(zip(params, values, strict=True)))
+        self.replace_settings(groups)
+
+    def replace_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Replace settings of all groups by saved ones: those that were not saved are gone, or as torch sets them then.
+
+        Groups are other dicts afterwards, as in torch.
+        """
+        fresh = {}
+        for mine, theirs in zip(self._groups, groups, strict=True):
+            kept = {name: mine[name] for name in NOT_TAKEN_OVER if name in mine}
+            names = {name: mine[name] for name in ("param_names",) if name in mine}
+            fresh[id(mine)] = {**names, **{k: v for k, v in theirs.items() if k not in NOT_TAKEN_OVER}, **kept}
+        if self._has_several:  # their lists stay: each group is known by the list that it is in
+            for one in self._originals:
+                one.param_groups[:] = [fresh.get(id(group), group) for group in one.param_groups]
+        else:
+            self.param_groups = list(fresh.values())
+        for one in self._originals[1:]:
+            one.__setstate__({"state": {}})
+            one.state = self._states  # type: ignore[assignment]
 
     def close(self) -> None:
         """Give memory, files and threads back, those of the weights too; ``outcore.close(model)`` keeps the weights."""
@@ -271,12 +322,17 @@ def class_names(optimizer: StreamedOptimizer) -> list[str]:
     return [rule.kind(group).name for group in optimizer.param_groups]
 
 
-def take_over(optimizer: StreamedOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Take over saved settings of all param groups. An AdamW decouples its weight decay afterwards, as in torch."""
-    for mine, theirs, name in zip(optimizer.param_groups, groups, class_names(optimizer), strict=True):
-        mine.update({k: v for k, v in theirs.items() if k not in NOT_TAKEN_OVER})
-        if name == "AdamW" and "decoupled_weight_decay" in mine:
-            mine["decoupled_weight_decay"] = True
+def _refuse_other_params(groups: Sequence[Mapping[str, Any]], engine: Engine) -> None:
+    """Raise for parameters that a plain loop would train, but no step here."""
+    params = [param for group in groups for param in group["params"]]
+    seen = {id(param): param for param in params}
+    other = next((param for key, param in seen.items() if key not in engine.places), None)
+    if other is not None or len(seen) < len(params):
+        what = "one twice" if other is None else f"one of shape {tuple(other.shape)} that is not in it"
+        raise ConfigError(
+            f"optimizer: expected param groups of parameters of the model, each once, but got {what}; build groups "
+            "from model.parameters()"
+        )
 
 
 def _has_begun(kind: Kind, values: Mapping[str, Any]) -> bool:

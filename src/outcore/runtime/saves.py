@@ -159,7 +159,8 @@ class Save:
             Its folder.
 
         Raises:
-            DiskError: It could not be written. Older checkpoints are untouched, and the model can go on.
+            DiskError: It could not be written. Older checkpoints are untouched, and the model can go on. Or it is
+                there, but may not survive a power loss; the error says so.
             OutcoreError: What was to be saved has failed.
         """
         # If other ranks may still write, a failed save is removed only at its end.
@@ -419,7 +420,7 @@ def last_save(attachment: Any, error: BaseException | None) -> Iterator[None]:
     if failed is not None:
         if error is None or not isinstance(failed, Exception):
             raise failed
-        error.add_note(f"the last checkpoint was not saved: {failed}")
+        error.add_note(f"the last save failed: {failed}")
 
 
 def _finish(running: list[Save], pid: int) -> None:
@@ -432,5 +433,5 @@ def _finish(running: list[Save], pid: int) -> None:
         try:
             save.wait()
         except Exception as error:
-            warnings.warn(f"the last checkpoint was not saved: {error}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"the last save failed: {error}", RuntimeWarning, stacklevel=3)
     running.clear()

@@ -187,7 +187,7 @@ def load_checkpoint(
         engine.refuse_if_closed()
     failed = engine.opened.saves.make_room()
     if failed is not None:
-        warnings.warn(f"load_checkpoint: the last checkpoint was not saved: {failed.error}", stacklevel=2)
+        warnings.warn(f"load_checkpoint: the last save failed: {failed.error}", stacklevel=2)
     with agreed(engine.access.world, "load_checkpoint"):
         engine.device.check()
         _refuse_other_optimizer(engine, optimizer, "load_checkpoint")

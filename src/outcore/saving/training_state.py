@@ -24,7 +24,7 @@ from outcore.memory.files.weights_layout import TensorSpec
 from outcore.ranks.agreement import read_by_all
 from outcore.runtime.engine import Engine
 from outcore.runtime.module_guard import engine_of
-from outcore.runtime.optimizer import StreamedOptimizer, class_names, take_over
+from outcore.runtime.optimizer import StreamedOptimizer, class_names
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import shown_states
@@ -106,10 +106,10 @@ def saved_settings(optimizer: StreamedOptimizer) -> list[dict[str, Any]]:
 
 
 def take_settings(optimizer: StreamedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Take over what ``saved_settings`` returned, in the types that the groups use."""
+    """Replace settings by what ``saved_settings`` returned, in the types that the groups use."""
     pairs = zip(optimizer.param_groups, saved, strict=True)
     settings = [{k: _like(mine.get(k), v) for k, v in group.items() if k != OPTIMIZER_CLASS} for mine, group in pairs]
-    take_over(optimizer, settings)
+    optimizer.replace_settings(settings)
 
 
 def refuse_other_classes(what: str, optimizer: StreamedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:

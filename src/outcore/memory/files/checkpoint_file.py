@@ -78,7 +78,7 @@ class CheckpointFile:
         starts = [begin, *range(begin // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES, end, BLOCK_BYTES)] if nbytes else []
         pieces = [
             Piece(a, b, lambda start, stop, to: fill(start - begin, stop - begin, to), self._sums, a // BLOCK_BYTES)
-            for a, b in zip(starts, [*starts[1:], end], strict=True)
+            for a, b in zip(starts, [*starts[1:], end], strict=False)  # no bytes, no pieces
         ]
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self._pool.is_direct else 0)
         fd, is_idle = os.open(self.path, flags, 0o666), True

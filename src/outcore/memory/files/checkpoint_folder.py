@@ -88,6 +88,7 @@ class UnfinishedCheckpoint(PartOfCheckpoint):
 
         Raises:
             OSError: The system reported an error; an older checkpoint of the same name is untouched.
+            DiskError: The checkpoint has its name, but a power loss may take that back.
         """
         known = durable(self._files.values(), self.path)
         for files in shared:
@@ -103,7 +104,15 @@ class UnfinishedCheckpoint(PartOfCheckpoint):
         for folder in sorted((p for p in (self.path, *self.path.rglob("*")) if p.is_dir()), reverse=True):
             sync(folder)
         _sync_names_above(self.target.parent)
-        _put_in_place(self.path, self.target)
+        old = _renamed(self.path, self.target)
+        try:
+            sync(self.target.parent)
+        except OSError as error:
+            self._end()  # others clear the old one away, later: after a power loss it may have its name again
+            what = f"checkpoint '{self.target}': expected that it survives a power loss"
+            then = "; it is whole and in place, and can be loaded, but save again before you rely on it"
+            raise disk_error(what, error, then=then) from error
+        _remove(old)
         self._end()
 
     def abandon(self) -> None:
@@ -298,14 +307,8 @@ _IS_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """Errors that say that a folder was not renamed because the target is there."""
 
 
-def _put_in_place(path: Path, target: Path) -> None:
-    """Rename a folder to the target, and remove the old one last. If that fails, the next writer tries again."""
-    old = _renamed(path, target)
-    sync(target.parent)
-    _remove(old)
-
-
 def _remove(old: Path) -> None:
+    """Remove a checkpoint that was replaced. If that fails, the next writer tries again."""
     with suppress(OSError):
         old.unlink() if old.is_symlink() or not old.is_dir() else shutil.rmtree(old)
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Self, final
 
 import torch
 
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.memory.disk_file import disk_error
 from outcore.memory.files.staged_files import sync
 from outcore.memory.files.weights_layout import (
@@ -355,6 +355,11 @@ def _write_shard(
             name, tensor = next(stream, ("", torch.empty(0, device="cpu")))
             if (name, tensor.dtype, tuple(tensor.shape)) != spec:
                 raise AssertionError(f"expected {spec}, but got ({name!r}, {tensor.dtype}, {tuple(tensor.shape)})")
+            if tensor.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"weights: expected tensors that files can hold, but '{name}' has the layout {tensor.layout}; "
+                    "register a buffer that need not be saved with persistent=False, or keep its parts in buffers"
+                )
             file.seek(len(header) + offsets[name])
             _write_all(file, _bytes_of(tensor.detach().cpu().contiguous()))
         if is_synced:

@@ -110,9 +110,12 @@ class Needs:
 
 def needs_of(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
     """Yield the slots that one unit needs."""
+    is_empty = bool(spec.trainable) and not spec.trainable_bytes  # its operations take slots, but use no byte of them
     for need in _needs(spec, unit, model):
         if need.nbytes:
             yield need
+        elif is_empty and need.kind not in ("weights", "temporary"):
+            yield need._replace(nbytes=PAGE_BYTES)
 
 
 def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
@@ -127,7 +130,7 @@ def _needs(spec: UnitSpec, unit: UnitPlan, model: ModelSpec) -> Iterator[Need]:
         yield Need("device", "received", spec.bucket_bytes)
     elif spec.name and unit.gradients != "device":  # else gradients go home from where autograd made them
         yield Need("device", "bucket", spec.bucket_bytes)
-    if not spec.trainable_bytes:
+    if not spec.trainable:
         return
     if sums_on_device(spec, unit):
         yield Need("device", "sums", spec.update_bytes)

@@ -14,7 +14,7 @@ from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 from outcore.planning.units.blocks import find_units, output_embeddings, select_units
 from outcore.planning.units.quantized import Quantized, full_shape, is_quantized, quantized_weights, refuse_unusable
-from outcore.planning.units.wrapped import is_wrapped, memory_of, tensors_in
+from outcore.planning.units.wrapped import bytes_of, is_wrapped, memory_of, tensors_in
 from outcore.spec.model import (
     PRECISIONS,
     TRAINED_DTYPES,
@@ -186,7 +186,7 @@ def _owned_tensors(
     for part, item in listed.items():
         params[_owner(owners[part])].append(item)
     for buffer in model.buffers():
-        buffer_bytes[_owner(owners[id(buffer)])] += align_up(buffer.nbytes, PARAM_ALIGN_BYTES)
+        buffer_bytes[_owner(owners[id(buffer)])] += align_up(bytes_of(buffer), PARAM_ALIGN_BYTES)
     return [(p, align_up(b, PAGE_BYTES)) for p, b in zip(params, buffer_bytes, strict=True)]
 
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
 from outcore.spec.model import DTYPE_BYTES, is_dense
-from outcore.torch_private import is_wrapper
+from outcore.torch_private import is_wrapper, parts_of_coo
 
 _OWN = (torch.Tensor, Parameter)
 _PLACES = re.compile(r"device\(type='\w+'(, index=\d+)?\)| at 0x[0-9a-f]+")
@@ -52,6 +52,13 @@ def tensors_in(tensor: Any) -> list[torch.Tensor]:
     if not is_wrapped(tensor):
         return [tensor]
     return [getattr(inner.holder, inner.attribute) for inner in inner_of(tensor)]
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, also of one with sparse coordinates, for which torch has no ``nbytes``."""
+    if tensor.layout is torch.sparse_coo:
+        return sum(part.nbytes for part in parts_of_coo(tensor))
+    return tensor.nbytes
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:

@@ -12,6 +12,7 @@ from outcore.core.errors import UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.order.activations import ActivationOrder, SavedCall
+from outcore.planning.units.wrapped import bytes_of
 from outcore.runtime.activations.away import Away, Sender
 from outcore.runtime.activations.recomputed import Again
 from outcore.runtime.activations.room import Between, Lease, Room
@@ -193,7 +194,7 @@ class WhatFits(Policy):
             return self._dropped
         known = self._known.get(kind)
         if known is None:
-            self._room.expect(sum(t.nbytes for t in tensors))
+            self._room.expect(sum(map(bytes_of, tensors)))
         if self._shares_casts() or self._room.free_bytes <= 0:
             return self._drop(tensors)
         if known is None:
@@ -253,8 +254,10 @@ class _SentAway(SavingBase):
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         return self._away.among(made)
 
-    def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        self._away.watch(self._call, results)
+    def returned(
+        self, watched: list[tuple[torch.Tensor, int]], results: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, int]]:
+        self._away.watch(self._call, watched)
         return []
 
     def begin_backward(self) -> None:

@@ -89,7 +89,7 @@ class Again(SavingBase):
     def _argument(self, packed: Any, was_leaf: bool) -> torch.Tensor:  # noqa: FBT001
         """Return an argument. It is a leaf only if it was one: autocast treats leaves differently."""
         tensor = self._give(packed)
-        if was_leaf or not tensor.is_leaf:
+        if was_leaf or not tensor.is_leaf or tensor.layout is not torch.strided:  # torch makes no views of others
             return tensor
         with torch.enable_grad():
             return tensor.detach().requires_grad_().view_as(tensor)

@@ -31,6 +31,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def as_saved(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors as autograd can save them: not inference tensors, whose changes it does not see."""
+    if not any(map(torch.Tensor.is_inference, tensors)):
+        return tensors
+    return [t.detach().clone().requires_grad_(t.requires_grad) if t.is_inference() else t for t in tensors]
+
+
 class Form:
     """How a saved tensor lies in memory, so that it can be laid over a copy of that memory."""
 
@@ -78,7 +85,7 @@ def gone_class(where: str) -> type[GoneTensor]:
 def without_values(tensors: Sequence[torch.Tensor], gone: type[GoneTensor]) -> None:
     """Let go of the memory of leaves: what backward needs of them was saved."""
     for leaf in tensors:
-        if leaf.requires_grad and leaf.grad_fn is None:
+        if leaf.requires_grad and leaf.grad_fn is None and leaf.layout is torch.strided:
             for tensor in (leaf, leaf._base):  # the base of a view holds the memory as well
                 if tensor is not None:
                     let_go_of_values(tensor)

@@ -46,8 +46,15 @@ class Saving(Protocol):
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         """Return indices of results that must not be changed in place outside."""
 
-    def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        """Take watched results as they were handed out, and their versions then. Returns those the call must watch."""
+    def returned(
+        self, watched: list[tuple[torch.Tensor, int]], results: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Take results as they were handed out. Returns those that the call must watch.
+
+        Args:
+            watched: Watched ones, and their versions then.
+            results: All.
+        """
 
     def begin_backward(self) -> None:
         """Begin a backward: the graph is walked now."""
@@ -75,9 +82,11 @@ class SavingBase:
         """True: backward needs it."""
         return True
 
-    def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        """Return all results: the call must watch them."""
-        return results
+    def returned(
+        self, watched: list[tuple[torch.Tensor, int]], results: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Return all that are watched: the call must do that."""
+        return watched
 
     def begin_backward(self) -> None:
         """Do nothing: all is where it is needed."""
@@ -112,6 +121,10 @@ class KeptGraph(SavingBase):
             where: For errors.
         """
         self._unit, self._lease, self._saved, self._where = unit, lease, saved, where
+        self._inside: list[torch.Tensor | None] = []
+        """For each result that is not watched, its version inside of the block."""
+        self._others: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        """Versions of these results, inside and outside, and the number outside when they were handed out."""
 
     def hooks(self) -> Any:
         """See ``Saving``."""
@@ -124,14 +137,35 @@ class KeptGraph(SavingBase):
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         """Return indices of results that the graph needs unchanged. All, if the earlier call had not as many."""
         saved = self._saved
-        return range(len(made)) if saved is None or len(saved) != len(made) else [i for i, s in enumerate(saved) if s]
+        if saved is None or len(saved) != len(made):
+            return range(len(made))
+        self._inside = [None if is_saved else _version_of(t) for t, is_saved in zip(made, saved, strict=True)]
+        return [i for i, is_saved in enumerate(saved) if is_saved]
 
-    def returned(self, results: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-        """Return all results without their memory, for their versions alone: later calls may send the memory away."""
-        for tensor, _ in results:
-            if storage_of(tensor):
-                let_go_of_values(tensor)
-        return results
+    def returned(
+        self, watched: list[tuple[torch.Tensor, int]], results: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Return what is watched without its memory, for versions alone: later calls may send the memory away."""
+        pairs = zip(self._inside, results, strict=False)
+        self._others = [(inside, _version_of(t), t._version) for inside, t in pairs if inside is not None]
+        return [(_version_of(tensor), version) for tensor, version in watched]
+
+    def begin_backward(self) -> None:
+        """Let autograd know of results that were changed in place: unlike earlier calls, this one may have saved them.
+
+        The results inside of the block have other version counters than those outside.
+        """
+        for inside, outside, version in self._others:
+            if outside._version != version:
+                torch.autograd.graph.increment_version(inside)
+
+
+def _version_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without memory that shares the version counter."""
+    alias = tensor.detach()
+    if storage_of(alias):
+        let_go_of_values(alias)
+    return alias
 
 
 def edges_of(made: Sequence[torch.Tensor]) -> list[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +25,7 @@ from outcore.order.activations import ActivationOrder
 from outcore.planning.forward.alike import is_cache
 from outcore.runtime.activations.policies import Policy, policy_of
 from outcore.runtime.activations.room import Between, Room
-from outcore.runtime.activations.saved import slot_of, storage_of, version_of
+from outcore.runtime.activations.saved import as_saved, slot_of, storage_of, version_of
 from outcore.runtime.activations.saving import Graph, edges_of
 from outcore.runtime.module.argument_hooks import hand_on_hooks, refuse_backward
 from outcore.runtime.module.compiling import Compiling
@@ -134,16 +135,21 @@ class UnitCall:
             make_way(self._activations, self.unit, self._weights)
         # A checkpoint around the unit repeats the call and expects it to save the same: such a call has no kind.
         kind = self._policy.kind_of(args, kwargs) if self._policy.has_kinds and not is_packing() else None
-        call, inner, outputs, out_structure = self._run_forward(tensors, structure, kind)
+        kept = as_saved(tensors)
+        call, inner, outputs, out_structure = self._run_forward(tensors, kept, structure, kind)
         if self._activations is not None:
             self._between.add(tensors)
         if call.outputs:
             given = [t for t, uses in zip(tensors, call.uses, strict=True) for _ in range(uses)]
-            saved = tensors if call.needs_arguments or is_packing() else []
+            saved = kept if call.needs_arguments or is_packing() else []
             # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
             inputs = (self._anchor.leaf, *given, *call.foreign, *self._trained.params)
             taken(given)
-            results = iter(UnitFunction.apply(self, call, saved, *inputs))
+            retained = [t.retains_grad for t in call.outputs]
+            made = UnitFunction.apply(self, call, saved, *inputs)
+            for tensor in itertools.compress(made, retained):
+                tensor.retain_grad()
+            results = iter(made)
         outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
         result, added = out_structure.fill(
             [outer.get(id(t), t) if t.grad_fn is None else next(results) for t in outputs]
@@ -175,15 +181,15 @@ class UnitCall:
         return result
 
     def _run_forward(
-        self, tensors: list[torch.Tensor], structure: Structure, kind: Hashable
+        self, tensors: list[torch.Tensor], kept: list[torch.Tensor], structure: Structure, kind: Hashable
     ) -> tuple[Call, list[torch.Tensor], list[torch.Tensor], Structure]:
-        """Run the block for the first time. Returns the call, its inner inputs, all results, and how these nest."""
+        """Run the block first; ``kept`` is for a recompute. Returns the call, inner inputs, results and their nest."""
         if self._weights.begin_call(self.unit) and self._weights.calls[-1][1] is Phase.FORWARD:
             raise UnsupportedError(called_inside(self._where))
         wants_grad = [t.requires_grad for t in tensors]
-        inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(tensors, wants_grad, strict=True)]
+        inner = [_leaf_of(t, self._where) if w else t for t, w in zip(tensors, wants_grad, strict=True)]
         versions = [version_of(t) for t in tensors]
-        saving = self._policy.begin(kind, tensors)
+        saving = self._policy.begin(kind, kept)
         state = self._repeats.begin(structure.objects) if saving.may_drop else None
         is_checked = state is not None and self._repeats.is_checked(state, tensors, wants_grad)
         start = order_of(self._anchor.leaf.view_as(self._anchor.leaf).grad_fn)
@@ -207,9 +213,9 @@ class UnitCall:
             )
         made = [t for t in outputs if t.grad_fn is not None]
         foreign, used = find_leaves(made, inner, self.unit.params, start, slot, self._where)
-        call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, self._weights_version(), state)
-        call.recording, call.flags = emptied(recording), flags
-        call.uses = [used.get(id(t), 0) for t in inner]
+        version = self._weights_version(is_recomputed=state is not None)
+        call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, version, state)
+        call.recording, call.flags, call.uses = emptied(recording), flags, [used.get(id(t), 0) for t in inner]
         call.foreign_versions = [version_of(t) for t in foreign]
         call.watched = sharing_memory(made, tensors)
         call.graph = saving.end(inner, made, call)
@@ -334,16 +340,19 @@ class UnitCall:
 
     def _refuse_stale(self, call: Call) -> None:
         self._refuse_always()
-        if call.weights_version != self._weights_version():
+        if call.weights_version != self._weights_version(is_recomputed=call.state is not None):
             raise UnsupportedError(
                 f"{self._where}: expected the weights of its forward, but they have changed since (optimizer.step(), "
                 "load_state_dict, gathered(write=True), an edit in place); run forward again"
             )
         call.refuse_changes(self._where)
 
-    def _weights_version(self) -> int:
-        edits = sum([p._version for p in self.unit.params]) if self.unit.ledger.cut.is_resident else 0
-        return self.unit.weights_version + edits
+    def _weights_version(self, *, is_recomputed: bool) -> tuple[int, ...]:
+        unit = self.unit
+        if unit.ledger.cut.is_resident:
+            return (unit.weights_version + sum([p._version for p in unit.params]),)
+        # A kept graph has saved gathered weights, or their place, which it does not find in the block.
+        return (unit.weights_version, *(unit.presence.edits() if is_recomputed else ()))
 
     def _graph(self, call: Call, saved: Sequence[torch.Tensor]) -> Graph:
         """Return inner inputs and outputs: the kept ones, or those of a recompute."""
@@ -376,6 +385,19 @@ class UnitCall:
         if count is not None:
             self._policy.learn(call.kind, count, made)
         return inner, edges_of(made)
+
+
+def _leaf_of(argument: torch.Tensor, where: str) -> torch.Tensor:
+    """Return a leaf that stands for an argument in forward. To retain its gradient is to retain the argument's."""
+    leaf: Any = guarded_leaf(argument, where)
+    if not argument.is_leaf:
+        leaf.retain_grad = functools.partial(_retain, weakref.ref(argument))
+    return leaf
+
+
+def _retain(reference: weakref.ref[torch.Tensor]) -> None:
+    if (argument := reference()) is not None:
+        argument.retain_grad()
 
 
 def _is_wanted(node: Any) -> bool:

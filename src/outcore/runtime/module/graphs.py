@@ -43,7 +43,7 @@ class Call:
     shapes: list[torch.Size]
     outputs: list[torch.Tensor]
     """Results with a gradient, until they are handed to the outer graph."""
-    weights_version: int
+    weights_version: tuple[int, ...]
     state: ForwardState | None = None
     graph: Graph | None = None
     watched: list[int] = field(default_factory=list)
@@ -152,7 +152,7 @@ class UnitFunction(torch.autograd.Function):
         results = tuple(t.data for t in call.outputs)
         # Detached: they share memory and version counter, but hold no node.
         returned = [(t.detach(), t._version) for t in (results[i] for i in call.watched)]
-        call.returned = returned if call.saving is None else call.saving.returned(returned)
+        call.returned = returned if call.saving is None else call.saving.returned(returned, results)
         call.outputs.clear()
         return results
 
@@ -318,8 +318,9 @@ def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
     def refuse(_: torch.Tensor) -> NoReturn:
         raise UnsupportedError(escaped(where))
 
-    leaf = tensor.detach()
-    if not tensor.is_leaf:  # autocast caches casts of leaves alone; a cached cast sums gradients before casting back
+    leaf = tensor.detach().clone() if tensor.is_inference() else tensor.detach()
+    # Autocast caches casts of leaves alone; a cached cast sums gradients before casting back.
+    if not tensor.is_leaf and tensor.layout is torch.strided:
         leaf = leaf.view_as(leaf)
     leaf.requires_grad_()
     leaf.register_post_accumulate_grad_hook(refuse)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, starmap
 from operator import is_, itemgetter
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -23,14 +23,20 @@ import torch
 from torch import nn
 
 from outcore.core.errors import UnsupportedError
+from outcore.planning.units.wrapped import bytes_of
 from outcore.runtime.recompute.structure import equal_plain
-from outcore.torch_private import NormWithStatistics
+from outcore.torch_private import NormWithStatistics, parts_of_coo
 
 _TORCHS_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _MISSING = object()
 _CONTAINERS: frozenset[type] = frozenset({list, dict, set, deque, Counter, defaultdict, OrderedDict})
 _DEPTH = 3  # of containers in containers
 _CLOSED = (torch.Tensor, nn.Module, type, FunctionType, ModuleType)  # their attributes are not a block's state
+_ROWS = torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values
+_COLUMNS = torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values
+_COMPRESSED = dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _ROWS)
+_COMPRESSED |= dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _COLUMNS)
+"""What gives the parts of sparse tensors, by layout."""
 _SMALL_BYTES = 2**16  # copies up to this size are kept until backward in any case
 
 
@@ -41,7 +47,7 @@ class SavedTensor:
         """Copy it. Args: may_change_silently: Whether a kernel may write it without telling the version counter."""
         self._name, self._tensor, self._may_change = name, tensor, may_change_silently
         self._version = _version(tensor)
-        self._value: torch.Tensor | None = tensor.detach().clone()
+        self._value: torch.Tensor | None = _once(tensor.detach()).clone()
 
     def again(self) -> SavedTensor:
         """Save the tensor's present value, to be put back whatever its version counter says."""
@@ -65,7 +71,7 @@ class SavedTensor:
         if _version(self._tensor) == self._version:
             is_silent = by_value and not _equal(self._value, self._tensor)
             self._may_change = is_silent
-            if not is_silent and self._value.nbytes > _SMALL_BYTES:
+            if not is_silent and bytes_of(self._value) > _SMALL_BYTES:
                 self._value = None
         else:
             self._may_change = True
@@ -85,7 +91,12 @@ class SavedTensor:
                 "was changed before backward; change it after backward, or give the unit the policy keep"
             )
         # `.data`: the graph of a recompute may have saved the tensor, and needs no other value.
-        self._tensor.data.copy_(self._value)
+        parts, values = _parts(self._tensor.data), _parts(self._value)
+        if self._tensor.is_sparse and parts[0].shape != values[0].shape:  # its own memory has other elements now
+            self._tensor.data = self._value.clone()
+            return
+        for part, value in zip(parts, values, strict=True):
+            part.data.copy_(value)
 
 
 class _SavedContainer:
@@ -170,6 +181,8 @@ class Snapshot(NamedTuple):
     names: list[tuple[str, ...]]
     values: list[tuple[Any, ...]]
     mutable: Mutable
+    retained: dict[int, torch.Tensor]
+    """Tensors whose gradients are retained, by id."""
 
 
 class Attributes:
@@ -179,7 +192,7 @@ class Attributes:
         self._dicts = [m.__dict__ for m in modules]
         self._names = self._read_names()
         self._values: list[tuple[Any, ...]] = []
-        self._mutable = Mutable(())
+        self._mutable, self._retained = Mutable(()), dict[int, torch.Tensor]()
         self._contents: list[tuple[Any, Any]] = []
         """Containers, and what they held when they were searched."""
 
@@ -191,9 +204,9 @@ class Attributes:
             named = zip(self._names.names, values, strict=True)
             pairs = (pair for names, part in named for pair in zip(names, part, strict=True))
             found = Mutable([item for name, value in pairs for item in _mutable(value, name)])
-            self._mutable = found
+            self._mutable, self._retained = found, _retained(values)
             self._contents = [(item, item.copy()) for _, item in found.things if type(item) in _CONTAINERS]
-        return Snapshot(self._names.names, values, self._mutable)
+        return Snapshot(self._names.names, values, self._mutable, self._retained)
 
     def put_back(self, snapshot: Snapshot) -> None:
         """Set all attributes back to a snapshot."""
@@ -204,6 +217,13 @@ class Attributes:
                 for name, value in zip(names, values, strict=True):
                     if owner.get(name, _MISSING) is not value:
                         owner[name] = value
+
+    def retained(self, before: Snapshot) -> list[torch.Tensor]:
+        """Return tensors that have come into attributes since, and whose gradients are retained."""
+        values = self._look()
+        if _are_one(values, before.values) and all(starmap(_holds_same, self._contents)):
+            return []
+        return [tensor for place, tensor in _retained(values).items() if place not in before.retained]
 
     def _look(self) -> list[tuple[Any, ...]]:
         if list(map(len, self._dicts)) != self._names.sizes:
@@ -222,7 +242,7 @@ class Attributes:
     def _is_known(self, values: list[tuple[Any, ...]]) -> bool:
         if not _are_one(values, self._values) and not equal_plain(tuple(values), tuple(self._values)):
             return False
-        return all([_holds_same(item, content) for item, content in self._contents])
+        return all(starmap(_holds_same, self._contents))
 
 
 def saved_buffers(modules: Sequence[nn.Module]) -> list[SavedTensor]:
@@ -275,6 +295,18 @@ def _mutable(value: Any, name: str, depth: int = _DEPTH, *, is_open: bool = Fals
         yield name, value
 
 
+def _retained(values: Iterable[Any], depth: int = _DEPTH + 1) -> dict[int, torch.Tensor]:
+    """Return tensors whose gradients are retained, also those in containers, by id."""
+    found: dict[int, torch.Tensor] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.retains_grad:
+                found[id(value)] = value
+        elif depth and (type(value) in _CONTAINERS or type(value) is tuple):
+            found |= _retained(value.values() if isinstance(value, dict) else value, depth - 1)
+    return found
+
+
 def _saved(item: Any) -> Content:
     if type(item) in _CONTAINERS:
         return _SavedContainer(item)
@@ -285,5 +317,24 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an expanded tensor with each of its elements once; other tensors as they are."""
+    if tensor.layout is not torch.strided or tensor.is_nested or 0 not in (strides := tensor.stride()):
+        return tensor
+    return tensor[tuple([slice(1) if stride == 0 else slice(None) for stride in strides])]
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the tensors that hold a tensor's values: torch neither compares nor overwrites sparse and nested ones.
+
+    None for layouts that do not show them. Such a tensor is taken for one that stays as it is.
+    """
+    if tensor.is_nested:
+        return (tensor.values(),)
+    if tensor.layout is torch.strided:
+        return (_once(tensor),)
+    return parts_of_coo(tensor) if tensor.is_sparse else [part(tensor) for part in _COMPRESSED.get(tensor.layout, ())]
+
+
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
+    return all([x.shape == y.shape and torch.equal(x, y) for x, y in zip(_parts(a), _parts(b), strict=True)])

@@ -5,8 +5,10 @@ Inside of an autograd function's backward torch has no default device, not even 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -17,6 +19,7 @@ from torch import nn
 from outcore.device.device import Device
 from outcore.runtime.recompute.attributes import Attributes, Content, SavedTensor, mutable_in, saved_buffers
 from outcore.runtime.recompute.randomness import GlobalRandom
+from outcore.torch_private import set_switches, switches
 
 
 class Surroundings:
@@ -52,13 +55,15 @@ class ForwardState:
         self._autocast = _autocast_modes(self._kinds)
         self.caches_casts = torch.is_autocast_cache_enabled()
         """Whether autocast caches casts for the unit's caller."""
-        self._default_device = _default_device()
+        self._default_device, self._switches = _default_device(), switches()
         self._registered = _Registered(around.registered)
         self._attributes = around.attributes.take()
         mutable = [self._attributes.mutable, mutable_in(objects)] if objects else [self._attributes.mutable]
         self._mutable = [part for part in mutable if part.things]
         self._contents = [saved for part in self._mutable for saved in part.contents()]
         self._tensors = saved_buffers(around.modules) + [saved for part in self._mutable for saved in part.tensors()]
+        self._retained: list[weakref.ref[torch.Tensor]] = []
+        """Tensors that forward has left in attributes, and whose gradients are retained."""
 
     @property
     def flags(self) -> Hashable:
@@ -78,6 +83,7 @@ class ForwardState:
             if tensor.drop_if_unchanged(by_value=around.changes_silently or self._is_thorough):
                 around.changes_silently = True
         around.draws_from_numpy = around.draws_from_numpy or self._random.numpy_has_moved
+        self._retained = list(map(weakref.ref, around.attributes.retained(self._attributes)))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -97,8 +103,12 @@ class ForwardState:
             with (
                 _autocast([] if self._autocast == _autocast_modes(self._kinds) else self._autocast),
                 self._as_default(),
+                nullcontext() if self._switches == switches() else _switched(self._switches),
             ):
                 yield
+            if self._retained:
+                for left, again in zip(self._retained, around.attributes.retained(self._attributes), strict=False):
+                    again.register_hook(partial(_retain, left))
         finally:
             around.device.set_rng_state(rng)
             randoms.put_back()
@@ -108,6 +118,14 @@ class ForwardState:
 
     def _as_default(self) -> AbstractContextManager[object]:
         return nullcontext() if self._default_device == _default_device() else self._default_device
+
+
+def _retain(left: weakref.ref[torch.Tensor], grad: torch.Tensor | None) -> None:
+    """Give forward's tensor the gradient of the one that a recompute made in its place, as torch retains it."""
+    tensor = left()
+    if tensor is not None and grad is not None:
+        form = torch.preserve_format if grad.is_sparse else torch.contiguous_format
+        tensor.grad = grad.clone(memory_format=form) if tensor.grad is None else tensor.grad + grad
 
 
 def _default_device() -> torch.device:
@@ -135,6 +153,16 @@ class _Registered:
         for place, tensors in zip(self._places, self._tensors, strict=True):
             place.clear()
             place.update(tensors)
+
+
+@contextmanager
+def _switched(values: Sequence[Any]) -> Iterator[None]:
+    now = switches()
+    try:
+        set_switches(values)
+        yield
+    finally:
+        set_switches(now)
 
 
 _AutocastMode = tuple[str, bool, torch.dtype]

@@ -11,10 +11,11 @@ from outcore.core.errors import MemoryBudgetError
 from outcore.core.quantities import align_up, format_bytes
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
-from outcore.memory.arena import Arena, Buffer
+from outcore.memory.arena import TEMPORARY, Arena, Buffer, Region
 from outcore.memory.disk import DiskStore, Extent
 from outcore.memory.host import HostMemory
 from outcore.memory.shared import SharedMemory
+from outcore.order.ledger import Ledger
 from outcore.order.step import StepOrder
 from outcore.planning.homes.reservations import Reservation, is_temporary, reservations
 from outcore.ranks.one_copy import shared_memory
@@ -78,6 +79,16 @@ class Tiers:
                 order.pools.planned[int(pool)][int(slot)].memory = memory
             else:
                 by_name[item.owner].rest_in(item.kind, memory)
+        for ledger in order.ledgers:
+            if ledger.spec.trainable and not ledger.spec.update_bytes:  # else nobody asks for homes without bytes
+                self._rest_nowhere(ledger)
+
+    def _rest_nowhere(self, ledger: Ledger[Handle]) -> None:
+        """Give homes without bytes a buffer without bytes: the unit trains parameters, but none has elements."""
+        for home in ledger.homes:
+            if not home.nbytes:
+                device = self._device.torch_device if home.tier == "device" else "cpu"
+                home.memory = Buffer(torch.empty(0, dtype=torch.uint8, device=device), Region(TEMPORARY, 0, 0))
 
     def _take(self, item: Reservation) -> Buffer | Extent:
         if item.tier == "disk":

@@ -203,6 +203,11 @@ class Presence:
             self.bound = [param.detach() for param in self._params]
         self.now, self.is_withdrawn = Beneath.GATHERED, False
         self._point_at(tensors)
+        self.watch.note_gathered()
+
+    def edits(self) -> tuple[int, ...]:
+        """Return what differs after each edit of gathered parameters. Empty before the first one, and outside."""
+        return self.watch.edits_since_gathered() if self.now is Beneath.GATHERED else ()
 
     def forget(self) -> None:
         """Let go of all memory, so that it can be given back."""
@@ -233,6 +238,7 @@ class Watch:
         self.versions: list[int] = []
         self.touched: set[int] = set()
         self._is_on = has_master or not is_resident
+        self._num_gathered, self._when_gathered = 0, list[int]()
 
     def begin(self) -> None:
         """Begin to watch parameters that have just become present with their own classes."""
@@ -256,6 +262,15 @@ class Watch:
     def edited(self) -> list[int]:
         """Return the indices of a resident unit's parameters that were changed in place since ``note_versions``."""
         return [i for i, version in enumerate(self.versions) if self._params[i]._version != version]
+
+    def note_gathered(self) -> None:
+        """Note that parameters were gathered just now."""
+        self._num_gathered, self._when_gathered = self._num_gathered + 1, [p._version for p in self._params]
+
+    def edits_since_gathered(self) -> tuple[int, ...]:
+        """Return the number of the block ``gathered`` and versions of parameters; empty if none was edited in it."""
+        now = [p._version for p in self._params]
+        return () if now == self._when_gathered else (self._num_gathered, *now)
 
     def note_change(self, index: int) -> None:
         """Tell autograd that a parameter's bytes were changed beneath it. It does not count as an edit by the user."""

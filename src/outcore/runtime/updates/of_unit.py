@@ -119,13 +119,12 @@ class UnitUpdate:
 
     def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
         """Update on compute."""
-        held = states.memory if states.nbytes else None
-        pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
+        pieces = pieces_of(self._gradients, self._changes, grads.memory, states.memory, weights.memory)
         update_blocks(pieces, self._room(scratch))
 
     def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> Callable[[], None]:
         """Return the deed of an update in host memory, which the update lane runs."""
-        held = None if states is None else states.memory
+        held = self.unit.ledger.states.memory if states is None else states.memory  # None, or without bytes
         pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
         copies = self._unchanged(held, weights.memory) if is_slot and held is not None else []
 
@@ -137,7 +136,7 @@ class UnitUpdate:
 
     def staged(self, grads: Span, states: Span, weights: Span, scratch: Span) -> Callable[[], None]:
         """Return the deed of an update in a staging slot."""
-        held = states.memory if states.nbytes else None
+        held = states.memory
         pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
         copies = self._unchanged(held, weights.memory) if self.unit.ledger.has_master and held is not None else []
         room, workers = self._room(scratch), self._workers

@@ -319,6 +319,13 @@ class States:
         if unit is None:
             return
         spec = unit.spec.params[index]
+        try:
+            int(values.get("step", 0))
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ConfigError(
+                f"optimizer state: expected step of '{spec.name}' to be a whole number, but got {values['step']!r}; "
+                "load what an optimizer has saved"
+            ) from error
         for state in unit.ledger.state_specs.values():
             value, form, shape = values.get(state.name), state.forms[index], state.described(spec, index).shape
             if value is None or form is None:
