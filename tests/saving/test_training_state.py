@@ -147,6 +147,16 @@ def test_settings_of_groups_come_back(tmp_path: Path):
         assert {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} == kept
 
 
+def test_loaded_settings_are_saved_in_the_same_order(tmp_path: Path):
+    """A resumed run writes the same bytes."""
+    with small.prepared(small.build("plain", num_blocks=1), tmp_path) as (model, optimizer):
+        before = [list(group) for group in optimizer.param_groups]
+        saved = optimizer.state_dict()
+        saved["param_groups"] = [dict(sorted(group.items())) for group in saved["param_groups"]]
+        optimizer.load_state_dict(saved)
+        assert [list(group) for group in optimizer.param_groups] == before
+
+
 def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Saving and loading hold at most one state at a time and never build the whole dict."""
     alive: list[Any] = []

@@ -78,12 +78,14 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
         """
         given = inspect.signature(super()._run_epoch).bind(*args, **kwargs).arguments
         engine, checkpoint = self.optimizer.engine, given["resume_from_checkpoint"]
-        is_resumed = checkpoint is not None and given["epoch"] == given["epochs_trained"]
-        if is_resumed and given["steps_trained_in_current_epoch"] > 0 and not self.args.ignore_data_skip:
-            is_there = (Path(checkpoint) / f"{RANDOM_STATE}.json").is_file()
-            saved = read_small(Path(checkpoint), RANDOM_STATE) if is_there else {}
-            if saved.get("epoch"):
-                restore_random_states_of(saved["epoch"], engine, "resume_from_checkpoint")
+        if checkpoint is not None and given["epoch"] == given["epochs_trained"]:
+            if given["steps_trained_in_current_epoch"] == 0:
+                self._load_rng_state(checkpoint)  # as the Trainer does first
+            elif not self.args.ignore_data_skip:
+                is_there = (Path(checkpoint) / f"{RANDOM_STATE}.json").is_file()
+                saved = read_small(Path(checkpoint), RANDOM_STATE) if is_there else {}
+                if saved.get("epoch"):
+                    restore_random_states_of(saved["epoch"], engine, "resume_from_checkpoint")
         self._outcore_saves.random_of_epoch = all_random_states(engine)
         super()._run_epoch(*args, **kwargs)
 

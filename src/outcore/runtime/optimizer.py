@@ -294,8 +294,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         fresh = {}
         for mine, theirs in zip(self._groups, groups, strict=True):
             kept = {name: mine[name] for name in NOT_TAKEN_OVER if name in mine}
-            names = {name: mine[name] for name in ("param_names",) if name in mine}
-            fresh[id(mine)] = {**names, **{k: v for k, v in theirs.items() if k not in NOT_TAKEN_OVER}, **kept}
+            new = {**{k: v for k, v in theirs.items() if k not in NOT_TAKEN_OVER}, **kept}
+            if "param_names" in mine:
+                new.setdefault("param_names", mine["param_names"])
+            # In the order that they have here, so that a resumed run saves the same bytes.
+            fresh[id(mine)] = {name: new[name] for name in (*mine, *new) if name in new}
         if self._has_several:  # their lists stay: each group is known by the list that it is in
             for one in self._originals:
                 one.param_groups[:] = [fresh.get(id(group), group) for group in one.param_groups]
