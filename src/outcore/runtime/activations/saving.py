@@ -139,7 +139,7 @@ class KeptGraph(SavingBase):
         saved = self._saved
         if saved is None or len(saved) != len(made):
             return range(len(made))
-        self._inside = [None if is_saved else _version_of(t) for t, is_saved in zip(made, saved, strict=True)]
+        self._inside = [None if is_saved else _counter_of(t) for t, is_saved in zip(made, saved, strict=True)]
         return [i for i, is_saved in enumerate(saved) if is_saved]
 
     def returned(
@@ -147,8 +147,8 @@ class KeptGraph(SavingBase):
     ) -> list[tuple[torch.Tensor, int]]:
         """Return what is watched without its memory, for versions alone: later calls may send the memory away."""
         pairs = zip(self._inside, results, strict=False)
-        self._others = [(inside, _version_of(t), t._version) for inside, t in pairs if inside is not None]
-        return [(_version_of(tensor), version) for tensor, version in watched]
+        self._others = [(inside, _counter_of(t), t._version) for inside, t in pairs if inside is not None]
+        return [(_counter_of(tensor), version) for tensor, version in watched]
 
     def begin_backward(self) -> None:
         """Let autograd know of results that were changed in place: unlike earlier calls, this one may have saved them.
@@ -160,7 +160,7 @@ class KeptGraph(SavingBase):
                 torch.autograd.graph.increment_version(inside)
 
 
-def _version_of(tensor: torch.Tensor) -> torch.Tensor:
+def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without memory that shares the version counter."""
     alias = tensor.detach()
     if storage_of(alias):
