@@ -1,4 +1,5 @@
 """A block of a language model. With next to nothing to compute, it shows the cost of launching kernels, with Python.
+
 A wider one stands for the blocks of a model that the host trains.
 
 [Note: launching] In a plain loop, launching a kernel takes a few microseconds. In a model, more happens between two
