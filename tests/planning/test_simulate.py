@@ -141,10 +141,18 @@ def test_the_cores_are_shared_as_measured():
     assert found == pytest.approx([2 + 0.5, 2.0], rel=1e-5)
     assert ends(rates, ("compute", 1.0, ()), ("d2h", 2.0, ())) == pytest.approx([1.0, 2.0], rel=1e-5)
     assert ends(rates, ("update", 1.0, ()), ("h2d", 2.0, ())) == [1.0, 2.0], "nothing computes"
-    # Of three, each link costs compute what it costs it alone: 1 / 0.25 - 1 and 1 / 0.8 - 1 of what compute has.
-    compute, update, _ = ends(rates, ("compute", 1.0, ()), ("update", 1.0, ()), ("h2d", 1.0, ()))
-    assert update == pytest.approx((1 + 3 + 0.25) / 2, rel=1e-5)
-    assert compute > update
+    # Of three, each link costs compute what it costs it alone: 1 / 0.25 - 1 and 1 / 0.8 - 1 seconds for each of its own.
+    found = ends(rates, ("compute", 1.0, ()), ("update", 1.0, ()), ("h2d", 1.0, ()))
+    assert found == pytest.approx([2 + (1 - 2 / (1 + 3 + 0.25)), 2.0, 2.0])
+
+
+def test_beside_compute_links_slow_each_other_down_as_ever():
+    memory = Shared(name="host memory", parts={"update": 1.0, "h2d": 1.0})
+    rates = dataclasses.replace(FREE, shared=(memory,), beside_compute={"update": (0.5, 0.5), "h2d": (0.5, 0.8)})
+    compute, update, h2d = ends(rates, ("compute", 9.0, ()), ("update", 1.0, ()), ("h2d", 1.0, ()))
+    assert h2d == pytest.approx(1 / (0.5 * 0.8))
+    assert update == pytest.approx(h2d + (1 - 0.25 * h2d) / 0.5), "alone beside compute from then on"
+    assert compute == pytest.approx(update + 9 - h2d / 3 - (update - h2d) / 2)
 
 
 def test_a_link_that_costs_compute_nothing_still_loses_its_own_part():

@@ -5,10 +5,11 @@ it keep the speed they have, and the others go on rising (D. Bertsekas, R. Galla
 6.5.2).
 
 [Note: cores] Where the host computes, compute shares its cores with lanes. It loses more than they take: all its
-threads wait for the one that gives way. So the cores are a resource of their own. Compute alone uses them up, and a
-second of work on a link takes ``(1 - c) / v`` of them, where ``c`` and ``v`` are the parts of their speeds that
-compute and the link kept when both ran. Speeds rise in the proportion of ``c`` and ``v``, so two that run beside each
-other keep what was measured. Where nothing computes, links are as fast as ever.
+threads wait for the one that gives way. Both parts were measured for each link alone beside compute: compute kept ``c``
+of its speed, and the link ``v``. Beside several links, each second of compute takes ``1 / c - 1`` seconds more for each
+of them, and a link keeps ``v`` of the speed that it has among the other links. So two that run beside each other keep
+what was measured, and three or four come near to it. (Threads take turns, so that compute hardly slows a lane down more
+for being slowed down itself; a resource of which all use parts would give a lane less the less compute gets.)
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from outcore.spec.timeline import LANES
 
 _NONE, _MOST = len(LINKS), len(LANES) + 1
 _COMPUTE = LINKS.index("compute")
-_LEAST_KEPT, _MOST_KEPT = 0.05, 1 - 1e-6
-"""Parts of its speed that compute, or a link beside it, keeps, whatever noise made of a measurement: with 1 for compute
-a link would take nothing of the cores, and its own loss would not count."""
+_LEAST_KEPT = 0.05
+"""Part of its speed that compute, or a link beside it, keeps, whatever noise made of a measurement."""
 _NUMBERS = {lane: LINKS.index(link) for lane, link in LINK_OF.items()}
 ONE = (*(_MOST**i for i in range(_NONE)), 0)
 """Link number -> one operation on that link, as a number whose digits count operations by link; 0 without a link."""
@@ -51,27 +51,33 @@ class Fair(dict[int, Sequence[float]]):
         self._rooms += [_Room(tuple(shared.parts.get(link, 0.0) for link in LINKS)) for shared in rates.shared]
         firsts = [next((s.parts[link] for s in rates.shared if s.parts.get(link)), 1.0) for link in LINKS]
         self._steps = [1.0 / first for first in firsts]  # so all take equal amounts of the first thing they share
-        cores, self._steps_beside = [1.0, *[0.0] * (len(LINKS) - 1)], [1.0, *self._steps[1:]]
-        for link, kept in rates.beside_compute.items():
-            i, (compute, own) = LINKS.index(link), (min(max(part, _LEAST_KEPT), _MOST_KEPT) for part in kept)
-            cores[i], self._steps_beside[i] = (1 - compute) / own, own / compute
-        self._rooms_beside = [*self._rooms, _Room(tuple(cores))] if rates.beside_compute else []
+        self._kept = {
+            LINKS.index(link): tuple(max(part, _LEAST_KEPT) for part in kept)
+            for link, kept in rates.beside_compute.items()
+        }
 
-    def __missing__(self, counts: int) -> Sequence[float]:
-        self[counts] = (*self._fill(tuple(counts // one % _MOST for one in ONE[:_NONE])), 1.0)
-        return self[counts]
+    def __missing__(self, sum_of_ones: int) -> Sequence[float]:
+        counts = tuple(sum_of_ones // one % _MOST for one in ONE[:_NONE])
+        speeds = self._fill(counts)
+        self[sum_of_ones] = (*(self._beside_compute(counts, speeds) if counts[_COMPUTE] else speeds), 1.0)
+        return self[sum_of_ones]
+
+    def _beside_compute(self, counts: tuple[int, ...], speeds: Sequence[float]) -> Sequence[float]:
+        """Return what is left of speeds while the host computes. See [Note: cores]."""
+        kept = {i: parts for i, parts in self._kept.items() if counts[i]}
+        lost = sum(1 / compute - 1 for compute, _ in kept.values())
+        left = {_COMPUTE: 1 / (1 + lost), **{i: own for i, (_, own) in kept.items()}}
+        return [speed * left.get(i, 1.0) for i, speed in enumerate(speeds)]
 
     def _fill(self, counts: tuple[int, ...]) -> Sequence[float]:
         speeds = [0.0] * len(counts)
         rising = {i for i, count in enumerate(counts) if count}
-        is_beside = bool(self._rooms_beside) and counts[_COMPUTE] > 0
-        rooms, steps = (self._rooms_beside, self._steps_beside) if is_beside else (self._rooms, self._steps)
         while rising:
-            left = [_left(room, counts, speeds, {i: steps[i] for i in rising}) for room in rooms]
-            full = min(range(len(rooms)), key=left.__getitem__)
+            left = [_left(room, counts, speeds, {i: self._steps[i] for i in rising}) for room in self._rooms]
+            full = min(range(len(self._rooms)), key=left.__getitem__)
             for i in rising:
-                speeds[i] += left[full] * steps[i]
-            rising -= {i for i in rising if rooms[full].parts[i]}
+                speeds[i] += left[full] * self._steps[i]
+            rising -= {i for i in rising if self._rooms[full].parts[i]}
         return [min(speed, 1.0) if count else 1.0 for speed, count in zip(speeds, counts, strict=True)]
 
 
