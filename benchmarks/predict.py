@@ -91,9 +91,9 @@ def compared(name: str, predicted_s: float, run: Callable[[], list[float]]) -> d
 def throttled(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of sleeping blocks over lanes of random speed."""
     unit_s, drawn = args.milliseconds / 1e3, random.Random(args.seed)
-    window_s, steps, rounds = (0.01, 2, 1) if args.quick else (0.1, 10, 3)
-    sizes = (2**15, 2**17)
-    effort = Effort(window_s=window_s, buffer_bytes=2**20, sizes=sizes, disk_bytes=2**22, steps=steps, rounds=rounds)
+    window_s, steps = (0.01, 2) if args.quick else (0.1, 10)
+    sizes = (2**13, 2**15)
+    effort = Effort(window_s=window_s, buffer_bytes=2**20, sizes=sizes, disk_bytes=2**22, steps=steps)
     for number in range(args.cases):
         setting = Setting(
             h2d=drawn.uniform(0.3, 4.0),
@@ -109,11 +109,13 @@ def throttled(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory(dir=args.disk) as folder:
             hardware = measure(partial(open_device, "cpu", faults), [Path(folder)], effort)
             names = [unit.name for unit in spec.units[1:]]
-            host = dataclasses.replace(hardware.host, parts={**hardware.host.parts, "compute": 0.0})  # it sleeps
+            host = dataclasses.replace(hardware.host, compute_left={}, left_beside_compute={})  # blocks sleep
+            measured = rates_for(dataclasses.replace(hardware, host=host), spec, {})
             rates = dataclasses.replace(
-                rates_for(dataclasses.replace(hardware, host=host), spec, {}),
+                measured,
                 forward_s=dict.fromkeys(names, FORWARD * unit_s),
                 backward_s=dict.fromkeys(names, BACKWARD * unit_s),
+                bytes_per_s={**measured.bytes_per_s, "compute": hardware.device.bytes_per_s / 2},  # no lane, so as fast
             )
             step_s = simulate(spec, plan, rates, usual_visits(spec), Circumstances(clips=True)).step_s
             model = build()
