@@ -5,11 +5,11 @@ it keep the speed they have, and the others go on rising (D. Bertsekas, R. Galla
 6.5.2).
 
 [Note: cores] Where the host computes, compute shares its cores with lanes. It loses more than they take: all its
-threads wait for the one that gives way. Both parts were measured for each link alone beside compute: compute kept ``c``
-of its speed, and the link ``v``. Beside several links, each second of compute takes ``1 / c - 1`` seconds more for each
-of them, and a link keeps ``v`` of the speed that it has among the other links. So two that run beside each other keep
-what was measured, and three or four come near to it. (Threads take turns, so that compute hardly slows a lane down more
-for being slowed down itself; a resource of which all use parts would give a lane less the less compute gets.)
+threads wait for the one that gives way. What both keep was measured for each link alone beside compute: ``c`` of the
+speed of compute, and ``v`` of the link's. Beside several links, a second of compute takes ``1 / c - 1`` seconds more
+for each of them, and each link keeps ``v`` of the speed that it has among the others. So two keep what was measured,
+and three or four come near to it. The cores are no resource as above: then a link would lose what other links take
+from compute, but the system's scheduler gives each thread its turn.
 """
 
 from __future__ import annotations
