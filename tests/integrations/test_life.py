@@ -50,6 +50,26 @@ def test_evaluating_before_training(tmp_path):
     same(language, tmp_path, drive=drive)
 
 
+def test_arguments_that_change_between_an_evaluation_and_training(tmp_path):
+    def drive(trainer):
+        trainer.evaluate()
+        trainer.args.learning_rate, trainer.args.weight_decay = 2e-2, 0.3
+        trainer.train()
+
+    same(language, tmp_path, drive=drive)
+
+
+def test_what_is_changed_by_hand_between_an_evaluation_and_training_stays(tmp_path):
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "outcore")
+        trainer.evaluate()
+        trainer.optimizer.param_groups[0]["eps"] = 1e-3
+        trainer.args.weight_decay = 0.3
+        trainer.train()
+        group = trainer.optimizer.param_groups[0]
+        assert (group["eps"], group["weight_decay"]) == (1e-3, 0.3)
+
+
 def test_predicting_without_training(tmp_path):
     dataset = token_dataset(EVAL_TEXTS)
     parts = {"train_dataset": None}

@@ -141,7 +141,7 @@ def test_the_cores_are_shared_as_measured():
     assert found == pytest.approx([2 + 0.5, 2.0], rel=1e-5)
     assert ends(rates, ("compute", 1.0, ()), ("d2h", 2.0, ())) == pytest.approx([1.0, 2.0], rel=1e-5)
     assert ends(rates, ("update", 1.0, ()), ("h2d", 2.0, ())) == [1.0, 2.0], "nothing computes"
-    # Of three, each link costs compute what it costs it alone: 1 / 0.25 - 1 and 1 / 0.8 - 1 seconds for each of its own.
+    # Of three, each link costs compute what it costs it alone: 1 / 0.25 - 1 and 1 / 0.8 - 1 seconds per second.
     found = ends(rates, ("compute", 1.0, ()), ("update", 1.0, ()), ("h2d", 1.0, ()))
     assert found == pytest.approx([2 + (1 - 2 / (1 + 3 + 0.25)), 2.0, 2.0])
 

@@ -121,6 +121,8 @@ class OutcoreMixin(StreamedCheckpoints):
         self._outcore_checkpoint, self._outcore_reading = None, ExitStack()
         self._outcore_saves = TrainerSaves(self, self._outcore_saved)
         self._outcore_logged = (0, 0.0)
+        self._outcore_early: list[dict[str, Any]] | None = None
+        """Param groups as an evaluation made them, before any training."""
         training = next((a for a in (*args, *kwargs.values()) if isinstance(a, TrainingArguments)), None)
         refuse_unscaled(precision, training)
         if training is not None:
@@ -188,9 +190,15 @@ class OutcoreMixin(StreamedCheckpoints):
             )
         _switch_off_checkpointing(self.model)
         if attachment_of(self.model) is None or not isinstance(self.optimizer, StreamedOptimizer | None):
+            self._outcore_early = None
             if self.train_dataset is not None:
-                self.create_optimizer()
+                is_early = self.optimizer is None and not training
+                groups = self.create_optimizer().param_groups
+                self._outcore_early = [dict(group) for group in groups] if is_early else None
             self._outcore_prepare()
+        elif training and self._outcore_early is not None:
+            self._outcore_renew(self._outcore_early)
+            self._outcore_early = None
         if self.optimizer is not None:
             setattr(self.optimizer, _ACCELERATE_PREPARED, True)
 
@@ -224,6 +232,20 @@ class OutcoreMixin(StreamedCheckpoints):
         self._outcore_logged = (0, 0.0)
         if checkpoint is not None and adapters:
             load_weights(self.model, checkpoint)
+
+    def _outcore_renew(self, before: Sequence[Mapping[str, Any]]) -> None:
+        """Adopt what changed in the training arguments since an evaluation made the optimizer.
+
+        Args:
+            before: The param groups as they were made.
+        """
+        prepared, self.optimizer = self.optimizer, None
+        try:
+            now = self.create_optimizer().param_groups
+        finally:
+            self.optimizer = prepared
+        for group, old, new in zip(prepared.param_groups, before, now, strict=True):
+            group |= {name: new[name] for name in old if name != "params" and old[name] != new[name]}
 
     def _outcore_largest_batch(self) -> Mapping[str, torch.Tensor] | None:
         """Return the largest micro-batch that the arguments allow. A preference pair has a row for each answer."""
