@@ -15,6 +15,8 @@ from outcore.spec.timeline import COMPUTE
 pytestmark = pytest.mark.gpu
 
 CYCLES = 400_000_000  # 0.2 to 0.4 s: far longer than any launch
+LATE_S = 0.05
+"""What may lie between an event and the host's look at the clock, on a machine with other programs."""
 
 
 def sleep() -> None:
@@ -46,8 +48,8 @@ def test_copies_compute_and_its_waits_are_timed_on_their_streams():
     assert forward.duration_s > 0.05
     assert wait.duration_s == pytest.approx(fetch.duration_s, rel=0.2)
     assert forward.start_s >= fetch.end_s - 1e-3
-    assert start_s - 1e-3 <= fetch.start_s
-    assert forward.end_s <= end_s + 1e-3
+    assert start_s - LATE_S <= fetch.start_s
+    assert forward.end_s <= end_s + LATE_S
     assert exposed_s["h2d"] == pytest.approx(wait.duration_s, rel=0.2), "also without a recording"
 
 
