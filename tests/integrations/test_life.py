@@ -70,6 +70,15 @@ def test_what_is_changed_by_hand_between_an_evaluation_and_training_stays(tmp_pa
         assert (group["eps"], group["weight_decay"]) == (1e-3, 0.3)
 
 
+def test_another_optimizer_after_an_evaluation_is_refused(tmp_path):
+    with streamed(tmp_path) as side:
+        trainer = language(side, tmp_path / "outcore")
+        trainer.evaluate()
+        trainer.args.optim = "sgd"
+        with pytest.raises(ConfigError, match=r"expected the AdamW .* ask for another optimizer now \(SGD\)"):
+            trainer.train()
+
+
 def test_predicting_without_training(tmp_path):
     dataset = token_dataset(EVAL_TEXTS)
     parts = {"train_dataset": None}

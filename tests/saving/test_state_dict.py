@@ -217,8 +217,10 @@ class TestOptimizer:
         with small.prepared(small.build("plain"), tmp_path) as (_, optimizer):
             state = optimizer.state_dict()
             state["param_groups"][0]["lr"] = 0.125
+            before = optimizer.param_groups[0]
             optimizer.load_state_dict(state)
             assert optimizer.param_groups[0]["lr"] == 0.125
+            assert before["lr"] != 0.125, "groups are other dicts, as in torch"
 
     def test_other_groups(self, tmp_path: Path):
         with small.prepared(small.build("plain"), tmp_path) as (_, optimizer):

@@ -121,8 +121,8 @@ class OutcoreMixin(StreamedCheckpoints):
         self._outcore_checkpoint, self._outcore_reading = None, ExitStack()
         self._outcore_saves = TrainerSaves(self, self._outcore_saved)
         self._outcore_logged = (0, 0.0)
-        self._outcore_early: list[dict[str, Any]] | None = None
-        """Param groups as an evaluation made them, before any training."""
+        self._outcore_early: tuple[type, list[dict[str, Any]]] | None = None
+        """Class and param groups of the optimizer as an evaluation made it, before any training."""
         training = next((a for a in (*args, *kwargs.values()) if isinstance(a, TrainingArguments)), None)
         refuse_unscaled(precision, training)
         if training is not None:
@@ -193,11 +193,11 @@ class OutcoreMixin(StreamedCheckpoints):
             self._outcore_early = None
             if self.train_dataset is not None:
                 is_early = self.optimizer is None and not training
-                groups = self.create_optimizer().param_groups
-                self._outcore_early = [dict(group) for group in groups] if is_early else None
+                made = self.create_optimizer()
+                self._outcore_early = (type(made), [dict(group) for group in made.param_groups]) if is_early else None
             self._outcore_prepare()
         elif training and self._outcore_early is not None:
-            self._outcore_renew(self._outcore_early)
+            self._outcore_renew(*self._outcore_early)
             self._outcore_early = None
         if self.optimizer is not None:
             setattr(self.optimizer, _ACCELERATE_PREPARED, True)
@@ -233,18 +233,27 @@ class OutcoreMixin(StreamedCheckpoints):
         if checkpoint is not None and adapters:
             load_weights(self.model, checkpoint)
 
-    def _outcore_renew(self, before: Sequence[Mapping[str, Any]]) -> None:
+    def _outcore_renew(self, kind: type[Any], before: Sequence[Mapping[str, Any]]) -> None:
         """Adopt what changed in the training arguments since an evaluation made the optimizer.
 
         Args:
-            before: The param groups as they were made.
+            kind: Its class.
+            before: Its param groups as they were made.
+
+        Raises:
+            ConfigError: The arguments ask for another optimizer.
         """
         prepared, self.optimizer = self.optimizer, None
         try:
-            now = self.create_optimizer().param_groups
+            now = self.create_optimizer()
         finally:
             self.optimizer = prepared
-        for group, old, new in zip(prepared.param_groups, before, now, strict=True):
+        if type(now) is not kind or len(now.param_groups) != len(before):
+            raise ConfigError(
+                f"{type(self).__name__}: expected the {kind.__name__} that the evaluation before has prepared, but the "
+                f"training arguments ask for another optimizer now ({type(now).__name__}); build a new Trainer"
+            )
+        for group, old, new in zip(prepared.param_groups, before, now.param_groups, strict=True):
             group |= {name: new[name] for name in old if name != "params" and old[name] != new[name]}
 
     def _outcore_largest_batch(self) -> Mapping[str, torch.Tensor] | None:
