@@ -115,7 +115,7 @@ def throttled(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 measured,
                 forward_s=dict.fromkeys(names, FORWARD * unit_s),
                 backward_s=dict.fromkeys(names, BACKWARD * unit_s),
-                bytes_per_s={**measured.bytes_per_s, "compute": hardware.device.bytes_per_s / 2},  # no lane, so as fast
+                bytes_per_s={**measured.bytes_per_s, "compute": hardware.device.bytes_per_s / 2},  # on no lane
             )
             step_s = simulate(spec, plan, rates, usual_visits(spec), Circumstances(clips=True)).step_s
             model = build()
