@@ -6,7 +6,9 @@ schedule, which is made without an engine.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import os
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,6 +29,7 @@ from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.memory.arena import Region
 from outcore.optim.rules import rule_for
+from outcore.order.attempts import Attempt, Attempts
 from outcore.planning.forward import dear
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
@@ -268,7 +271,11 @@ def make(seed: int, num_ranks: int = 1) -> Program:
 
 
 def submitted(
-    program: Program, visits: Sequence[Visit] | None, folder: Path, skipped: Sequence[Collection[str]] = NONE_SKIPPED
+    program: Program,
+    visits: Sequence[Visit] | None,
+    folder: Path,
+    skipped: Sequence[Collection[str]] = NONE_SKIPPED,
+    num_over: Sequence[int] = (0,) * STEPS,
 ) -> tuple[list[Operation], tuple[Visit, ...]]:
     """Return what the engine submits.
 
@@ -277,6 +284,7 @@ def submitted(
         visits: Visits expected of the first step; None: as usual.
         folder: Folder of the disk tier.
         skipped: By step: units whose update inside backward was started too late to be made.
+        num_over: By step: how many updates inside backward are over when it ends. The next step starts as many.
     """
     with pytest.MonkeyPatch.context() as patch:
         if program.num_ranks > 1:
@@ -313,12 +321,9 @@ def submitted(
     def settled(early: EarlyUpdates) -> None:
         if early._attempts:
             watch.wait_for_backward()
-        for (
-            attempt
-        ) in early._attempts.values():  # so that a late lane of this run leaves none of them out of the next step
-            made = attempt.gradients.unit.ledger.next_weights.ready
-            if made is not None:
-                made.wait()
+        made = [attempt for attempt in early._attempts.values() if attempt.is_due()]
+        for place, attempt in enumerate(made):
+            attempt.is_over = functools.partial(operator.gt, num_over[len(done)], place)
         settle(early)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -349,6 +354,7 @@ class Planned(NamedTuple):
     row: list[Operation]
     """All steps in one row; indices count from the first operation of the first step."""
     skipped: list[set[str]]
+    num_over: list[int]
     played: Played
 
 
@@ -356,10 +362,18 @@ def planned(program: Program, visits: Sequence[Visit], rates: Rates) -> Planned:
     """Play steps in time, which decides which updates inside backward are made."""
     clock = PlayedClock(Pace(program.spec, program.plan, rates), rates)
     given = (program.spec, program.plan, visits, nothing_held(program.plan), Circumstances(clips=False))
-    lengths = []
-    for step in itertools.islice(consecutive(*given, clock), STEPS):
-        clock.end_step(step.operations)
-        lengths.append(len(step.operations))
+    lengths, num_over, settle = [], list[int](), Attempts.settle
+
+    def settled(attempts: Attempts, started: Iterable[Attempt]) -> None:
+        mine = list(started)
+        num_over.append(sum(attempt.settle() and attempt.is_over() for attempt in mine))
+        settle(attempts, mine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attempts, "settle", settled)
+        for step in itertools.islice(consecutive(*given, clock), STEPS):
+            clock.end_step(step.operations)
+            lengths.append(len(step.operations))
     operations, laid, played = clock.played()
     row: list[Operation] = []
     skipped = []
@@ -368,7 +382,7 @@ def planned(program: Program, visits: Sequence[Visit], rates: Rates) -> Planned:
         mine = operations[begin : begin + length]
         row += [op._replace(after=tuple(begin + i for i in op.after)) for op in mine]
         skipped.append({op.unit for op in mine if op.kind == "update early" and not op.nbytes})
-    return Planned(row, skipped, played)
+    return Planned(row, skipped, num_over, played)
 
 
 def with_phases(row: Sequence[Operation], visits: Sequence[Visit]) -> list[Operation]:
@@ -416,8 +430,8 @@ def compare(seed: int, folder: Path, num_ranks: int = 1) -> None:
     _, visits = submitted(make(seed, num_ranks), None, folder)
     program = make(seed, num_ranks)
     rates = random_rates(program.spec, random.Random(seed))
-    expected, skipped, in_time = planned(program, visits, rates)
-    found, again = submitted(program, visits, folder, skipped)
+    expected, skipped, num_over, in_time = planned(program, visits, rates)
+    found, again = submitted(program, visits, folder, skipped, num_over)
     assert again == visits
     found = with_phases(found, visits)
     for i, (want, got) in enumerate(zip(expected, found, strict=False)):
