@@ -50,10 +50,14 @@ def facts(answered: Answer) -> dict[str, Any]:
 
 
 def test_says_the_order_of_the_updates(answered: Answer):
-    plan = dataclasses.replace(answered.found.plan, last_updated_first=2, kept_updated_first=False)
+    names = tuple(unit.name for unit in answered.found.plan.units)
+    plan = dataclasses.replace(answered.found.plan, updated_first=names[:-5:-1], kept_updated_first=False)
     turned = dataclasses.replace(answered, found=dataclasses.replace(answered.found, plan=plan))
-    usual = dataclasses.replace(plan, last_updated_first=0, kept_updated_first=True)
-    said = ["Updates begin with the last 2 units", "still in slots are updated in their turn, not first."]
+    usual = dataclasses.replace(plan, updated_first=(), kept_updated_first=True)
+    said = [
+        f"Updates begin with {', '.join(names[:-4:-1])} and 1 more in the plan's order",
+        "still in slots are updated in their turn, not first.",
+    ]
     assert all(text in facts_of(turned)["time_text"] for text in said)
     assert all(text[1:].rstrip(".") in to_text(turned) for text in said)
     quiet = dataclasses.replace(answered, found=dataclasses.replace(answered.found, plan=usual))

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
-from unittest import mock
 
 from plans import share_updates
 
@@ -20,9 +19,10 @@ from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.planning.bound.bound import bound_of
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
-from outcore.planning.paper import schedule
 from outcore.planning.paper.schedule import Circumstances, consecutive, usual_visits
 from outcore.planning.paper.weight_cache import nothing_held
+from outcore.planning.search.candidates import moved
+from outcore.planning.search.orders import climb, num_tried
 from outcore.planning.timing.player import Task, play
 from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared, Way
 from outcore.planning.timing.simulate import tasks_of
@@ -118,7 +118,7 @@ def random_plan(model: ModelSpec, chance: random.Random, micro_batches: int, *, 
         units=tuple(units),
         pools=pools_for(model, units, comfort),
         prefetch_depth=depth,
-        last_updated_first=chance.choice([0, 0, 1, 3, len(units)]),
+        updated_first=last_units(units, chance.choice([0, 0, 1, 3, len(units)])),
         accumulation_steps=micro_batches,
         micro_batches_in_unit=model.micro_batches_in_unit,
     )
@@ -161,12 +161,11 @@ def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = 
     that was submitted by then is done counts: the last of some steps may leave more behind than the first. An order may
     leave ever more behind; so no step counts as shorter than all work of all steps divided by their number.
     """
-    order = schedule.update_order
     if chance.random() < 0.5:
         shuffled = chance.sample(range(len(step.model.units)), len(step.model.units))
-        order = lambda visits, count, last_first: [i for i in shuffled if i < count]  # noqa: E731
-    with mock.patch.object(schedule, "update_order", order):
-        plain = laid_out(step, steps)
+        names = tuple(step.model.units[i].name for i in shuffled)
+        step = replace(step, plan=replace(step.plan, updated_first=names))
+    plain = laid_out(step, steps)
     yield settled_s(*plain, step.rates)[0]
     for _ in range(num_orders if step.rates.host_runs_ahead else 0):
         found_s, end_s = settled_s(*reordered(*plain, chance), step.rates)
@@ -175,11 +174,28 @@ def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = 
 
 def chosen_s(step: Step) -> float:
     """Seconds of a step with the fastest of the update orders that a search tries."""
-    count = len(step.plan.units)
-    last = sorted({0, 1, 2, 3, count // 2, count})
-    orders = itertools.product(last, (True, False) if any(u.states == "disk" for u in step.plan.units) else (True,))
-    plans = [replace(step.plan, last_updated_first=number, kept_updated_first=kept) for number, kept in orders]
-    return min(settled_s(*laid_out(replace(step, plan=plan), STEPS), step.rates)[0] for plan in plans)
+
+    def seconds(orders: Sequence[tuple[tuple[str, ...], bool]]) -> list[float]:
+        plans = [replace(step.plan, updated_first=first, kept_updated_first=kept) for first, kept in orders]
+        return [settled_s(*laid_out(replace(step, plan=plan), STEPS), step.rates)[0] for plan in plans]
+
+    def change(order: tuple[tuple[str, ...], bool], chance: random.Random) -> tuple[tuple[str, ...], bool]:
+        first = moved([names.index(name) for name in order[0]], trained, chance)
+        return tuple(names[i] for i in first), order[1]
+
+    names, count = [unit.name for unit in step.model.units], len(step.model.units)
+    trained = [i for i, unit in enumerate(step.model.units) if i and unit.trainable]
+    firsts = [last_units(step.plan.units, number) for number in sorted({0, 1, 2, 3, count // 2, count})]
+    kept = (True, False) if any(u.states == "disk" for u in step.plan.units) else (True,)
+    orders = list(itertools.product(firsts, kept))
+    best_s, best = min(zip(seconds(orders), orders, strict=True))
+    found = climb(best, best_s, change, seconds, num_tried(step.model, step.plan.accumulation_steps or 1))
+    return best_s if found == best else seconds([found])[0]
+
+
+def last_units(units: Sequence[UnitPlan], number: int) -> tuple[str, ...]:
+    """Names of some of the last units, the last one first."""
+    return tuple(unit.name for unit in units[: max(len(units) - number - 1, 0) : -1])
 
 
 def laid_out(step: Step, steps: int) -> tuple[list[Task], list[int]]:

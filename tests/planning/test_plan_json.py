@@ -15,6 +15,7 @@ PLAN = Plan(
     ),
     pools=(Pool(tier="device", kind="weights", slot_bytes=8192, num_slots=3),),
     prefetch_depth=2,
+    updated_first=("layers.0",),
     kept_updated_first=False,
     accumulation_steps=4,
     tier_bytes={"device": 28672, "host": 0, "disk": 0},
@@ -55,13 +56,21 @@ def test_is_readable():
 
 def test_what_has_a_default_may_be_left_out():
     data = json.loads(PLAN.to_json())
-    for key in ("accumulation_steps", "kept_updated_first", "micro_batches_in_unit", "tier_bytes", "version"):
+    for key in (
+        "accumulation_steps",
+        "kept_updated_first",
+        "updated_first",
+        "micro_batches_in_unit",
+        "tier_bytes",
+        "version",
+    ):
         del data[key]
     for key in ("policy", "partition", "gather"):
         del data["units"][1][key]
     plan = Plan.from_json(json.dumps(data))
     assert (plan.accumulation_steps, plan.micro_batches_in_unit, plan.units[1].policy) == (None, 1, "recompute")
     assert plan.kept_updated_first
+    assert plan.updated_first == ()
 
 
 @pytest.mark.parametrize("key", ["precision", "units", "pools", "prefetch_depth"])
@@ -115,6 +124,10 @@ def test_missing_keys(key):
         ("prefetch_depth", -1, "prefetch_depth: expected a whole number >= 0, but got -1"),
         ("prefetch_depth", None, "prefetch_depth: expected a whole number >= 0, but got None"),
         ("kept_updated_first", 1, "plan: kept_updated_first: expected true or false, but got 1"),
+        ("updated_first", "layers.0", "expected a list under 'updated_first', but got str"),
+        ("updated_first", ["", "layers.1"], "names of units of the plan, each once, but got 'layers.1' at place 1"),
+        ("updated_first", ["", ""], "updated_first: expected names of .*, each once, but got '' at place 1"),
+        ("updated_first", [3], "but got 3 at place 0"),
         ("plain", "no", "plan: plain: expected true or false, but got 'no'"),
         ("accumulation_steps", 0, "accumulation_steps .*: expected a whole number >= 1, but got 0"),
         ("micro_batches_in_unit", 0, "micro_batches_in_unit: expected a whole number >= 1, but got 0"),

@@ -46,15 +46,18 @@ def test_bytes_per_lane():
 
 def test_units_are_updated_as_forward_used_them():
     spec = model("abcd")
-    assert update_order(visits(spec, "Fc Fa F Fa Ba Bc"), 5) == [3, 1, 0, 2, 4]
-    assert update_order(visits(spec, "Fb Bb"), 5) == [0, 2, 1, 3, 4]
+    usual = plan(spec, HOST, slots=2)
+    assert update_order(visits(spec, "Fc Fa F Fa Ba Bc"), usual) == [3, 1, 0, 2, 4]
+    assert update_order(visits(spec, "Fb Bb"), usual) == [0, 2, 1, 3, 4]
+    assert update_order(None, usual) == [0, 1, 2, 3, 4]
 
 
-def test_the_last_units_may_be_updated_first():
+def test_units_that_the_plan_names_are_updated_first():
     spec = model("abcd")
-    assert update_order(usual_visits(spec), 5, 2) == [4, 3, 1, 2, 0]
-    assert update_order(visits(spec, "Fc Fa Ba Bc"), 5, 1) == [1, 0, 3, 2, 4]
-    assert update_order(usual_visits(spec), 5, 99) == [4, 3, 2, 1, 0]
+    named = replace(plan(spec, HOST, slots=2), updated_first=("d", "b"))
+    assert update_order(usual_visits(spec), named) == [4, 2, 1, 3, 0]
+    assert update_order(visits(spec, "Fc Fa Ba Bc"), named) == [4, 2, 0, 3, 1]
+    assert update_order(None, replace(named, updated_first=("c", "", "a", "b", "d"))) == [3, 0, 1, 2, 4]
 
 
 def test_a_plan_without_slots_is_refused():

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import pickle
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from outcore.planning.homes.reservations import tier_bytes
 from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import balanced_share
 from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.search.candidates import ALL_DISK, ALL_HOST, Candidate, Kind
+from outcore.planning.search.candidates import ALL_DISK, ALL_HOST, Candidate, Kind, moved
 from outcore.planning.search.job import Job
 from outcore.planning.search.looks import Looks, Simulated
 from outcore.planning.search.search import Found, _Search, search
@@ -162,8 +163,40 @@ def test_updates_begin_where_gradients_come_first():
     job = job_of(12, 0.5, 20)
     job = dataclasses.replace(job, rates=rates_of(job.model, d2h=2 * MIB / 4e-3))
     found = search(job)
-    usual = dataclasses.replace(found.plan, last_updated_first=0)
+    usual = dataclasses.replace(found.plan, updated_first=())
     assert found.simulation.step_s < 0.99 * step_s(job, usual)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_an_order_of_updates_that_no_rule_has(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    """Gradients and updates bind, and the device updates some of the units."""
+    monkeypatch.setattr(Simulated, "at_once", at_once)
+    job = job_of(6, 2, 8)
+    updates = {"update": MIB / 6e-3, "device_update": MIB / 0.5e-3, "compute": 30e9}
+    job = dataclasses.replace(
+        job, rates=dataclasses.replace(rates_of(job.model, d2h=2 * MIB / 2e-3), parameters_per_s=updates)
+    )
+    found = search(job)
+    last = [unit.name for unit in found.plan.units][::-1]
+    ruled = [dataclasses.replace(found.plan, updated_first=tuple(last[:number])) for number in range(len(last))]
+    assert found.simulation.step_s < 0.97 * min(step_s(job, plan) for plan in ruled)
+    assert found.plan.updated_first == tuple(f"model.layers.{i}" for i in (3, 2, 4, 1))
+
+
+def test_updates_move_and_none_is_lost():
+    chance = random.Random(0)
+    for count in range(1, 9):
+        trained = sorted(chance.sample(range(1, 12), count))
+        first: tuple[int, ...] = ()
+        seen = set[tuple[int, ...]]()
+        for _ in range(50):
+            first = moved(first, trained, chance)
+            seen.add(first)
+            rest = [unit for unit in trained if unit not in first]
+            assert sorted([*first, *rest]) == trained
+            assert not first or not rest or first[-1] > rest[0]  # no more than needed is named
+        assert len(seen) > 1 or count == 1
+    assert moved((), [], chance) == ()
 
 
 def test_room_that_a_change_left_goes_to_nearer_kinds_of_the_plan():

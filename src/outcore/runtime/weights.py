@@ -54,7 +54,7 @@ class Weights:
         """Units whose weights on the device are still being copied by a save."""
         self.refusal: OutcoreError | None = None
         """Why no unit may run any more; None while units may run."""
-        self._last_first = plan.last_updated_first
+        self._plan = plan
         decide = partial(weight_moves, model, plan)
         self._step = Cursor(decide, usual_visits(model), self._held())
         self._round = Round(decide, (), self._held())
@@ -152,7 +152,7 @@ class Weights:
         """Return all units in the order of ``update_order``, by their use since the last step."""
         is_alone = all(unit.spec.num_ranks == 1 for unit in self._units)
         seen = self._step.seen if is_alone else None
-        return [self._units[i] for i in update_order(seen, len(self._units), self._last_first)]
+        return [self._units[i] for i in update_order(seen, self._plan)]
 
     def unbind(self, unit: Unit) -> None:
         """Make a unit's parameters absent again; its slot may go to another unit once compute is done with it."""

@@ -214,9 +214,8 @@ class Plan(Described):
     pools: tuple[Pool, ...]
     prefetch_depth: int
     """Number of visits before its use at which a fetch can begin, where slots allow. Fewer may save fetches."""
-    last_updated_first: int = 0
-    """Number of units at the end of forward whose updates ``step()`` begins with, the last unit first, since their
-    gradients come home first. The others follow in the order of their next use."""
+    updated_first: tuple[str, ...] = ()
+    """Units whose updates ``step()`` begins with, in this order. The others follow in the order of their next use."""
     kept_updated_first: bool = True
     """Whether ``step()`` begins with the units whose states are still in the slots through which they went to disk, so
     that these are not read again. False: they come in their turn. Most slots are taken by then, so most are read."""
@@ -246,7 +245,6 @@ class Plan(Described):
             )
         _one_of(self.precision, PRECISIONS, "plan: precision")
         _whole_number(self.prefetch_depth, 0, "plan: prefetch_depth")
-        _whole_number(self.last_updated_first, 0, "plan: last_updated_first")
         if self.accumulation_steps is not None:
             _whole_number(self.accumulation_steps, 1, "plan: accumulation_steps (null: any number)")
         _whole_number(self.micro_batches_in_unit, 1, "plan: micro_batches_in_unit")
@@ -261,6 +259,14 @@ class Plan(Described):
         if len(set(names)) != len(names):
             twice = min(name for name in names if names.count(name) > 1)
             raise ConfigError(f"plan: expected every unit once, but '{twice}' is named twice; remove one of them")
+        self._check_updated_first()
+
+    def _check_updated_first(self) -> None:
+        names = [unit.name for unit in self.units]
+        for i, name in enumerate(self.updated_first):
+            if name not in names or name in self.updated_first[:i]:
+                expected = "plan: updated_first: expected names of units of the plan, each once"
+                raise ConfigError(f"{expected}, but got {name!r} at place {i}")
 
     @property
     def rests_on_device(self) -> bool:
@@ -279,6 +285,8 @@ class Plan(Described):
         for name, kind in {"units": UnitPlan, "pools": Pool}.items():
             rows = _list(data, name, where)
             data[name] = tuple(kind(**fields_of(kind, row, f"{where}: {name}")) for row in rows)
+        if "updated_first" in data:
+            data["updated_first"] = tuple(_list(data, "updated_first", where))
         return cls(**data)
 
 

@@ -65,10 +65,16 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "disk", _wear(answer)
 
 
+_NAMED = 3
+"""Units that are named; the plan has them all."""
+
+
 def order_texts(plan: Plan) -> Iterator[str]:
     """Say how the plan's order of updates differs from the usual one."""
-    if plan.last_updated_first:
-        yield f"updates begin with the last {plan.last_updated_first} units, whose gradients come first"
+    if plan.updated_first:
+        named, others = plan.updated_first[:_NAMED], len(plan.updated_first[_NAMED:])
+        rest = f" and {others} more in the plan's order" if others else ""
+        yield f"updates begin with {', '.join(name or 'the root' for name in named)}{rest}"
     if not plan.kept_updated_first:
         yield "units whose states are still in slots are updated in their turn, not first"
 

@@ -284,7 +284,7 @@ class _Steps:
         self.factors = [backward] if self._circumstances.clips else []
         changed = changed_units(self._model, visits)
         seen = visits if self._turns is None else None
-        indices = [i for i in update_order(seen, len(self._units), self._plan.last_updated_first) if i in changed]
+        indices = [i for i in update_order(seen, self._plan) if i in changed]
         for unit in self._units:
             if self._progress[unit.index].is_attempted and not self.is_made_early(unit):
                 self._updates.forget_attempt(unit)

@@ -274,20 +274,17 @@ def _after(
     return tuple(None if unit in changed else unit for unit in slots)
 
 
-def update_order(visits: Iterable[Visit] | None, num_units: int, last_first: int = 0) -> list[int]:
-    """Return the order in which ``step()`` updates units: first used, first updated.
+def update_order(visits: Iterable[Visit] | None, plan: Plan) -> list[int]:
+    """Return the order in which ``step()`` updates units: those that the plan names, then first used, first updated.
 
-    The root comes first if it is not visited.
+    The root is the first of the others if it is not visited.
 
     Args:
         visits: Visits of the step before. None: module order, for several ranks, which may visit different units but
             must update them in the same order.
-        num_units: Number of units, with the root.
-        last_first: Number of units used last that come before all others, the last one first. The root is never one of
-            them, since its gradient comes home last.
+        plan: Names the units that come first (``updated_first``).
     """
-    used = dict.fromkeys(range(1, num_units) if visits is None else (visit.unit for visit in visits))
-    first = [] if ROOT in used else [ROOT]
-    order = [*first, *used, *(i for i in range(1, num_units) if i not in used)]
-    late = dict.fromkeys([unit for unit in reversed(used) if unit != ROOT][:last_first])
-    return [*late, *(unit for unit in order if unit not in late)]
+    index = {unit.name: i for i, unit in enumerate(plan.units)}
+    used = dict.fromkeys(range(1, len(index)) if visits is None else (visit.unit for visit in visits))
+    root = [] if ROOT in used else [ROOT]
+    return list(dict.fromkeys([*(index[name] for name in plan.updated_first), *root, *used, *range(1, len(index))]))

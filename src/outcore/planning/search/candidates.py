@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,8 @@ ROOMY = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
 TIGHT = Comfort(prefetch_depth=0, num_buckets=1, max_slots_host=1)
 SMALL = 8
 """In models of at most this many units beside the root, changes of single units and of pairs are tried, too."""
+_TOGETHER = (1, 1, 2, 4, 8)
+"""Numbers of updates in a row that move together in the order of updates."""
 _MOST = {"prefetch_depth": 5, "num_buckets": 6, "max_slots_host": 4}
 
 
@@ -62,8 +65,8 @@ class Candidate:
     """The fraction that the device updates of the units with states in host memory."""
     early: float = 0.0
     """The fraction updated inside backward of the remaining units that can be."""
-    late: float = 0.0
-    """The fraction of all units but the root, from the end of forward, whose updates ``step()`` begins with."""
+    first: tuple[int, ...] = ()
+    """Units whose updates ``step()`` begins with, in this order, by their places in the model."""
     in_turn: bool = False
     """Units whose states are still in slots are updated in their turn, not first."""
     saves: Away | None = None
@@ -72,11 +75,11 @@ class Candidate:
     @functools.cached_property
     def order(self) -> tuple[object, ...]:
         """Sort key among equally good candidates."""
-        return self.kinds, repr((self.comfort, self.share, self.early, self.late, self.in_turn, self.saves))
+        return self.kinds, repr((self.comfort, self.share, self.early, self.first, self.in_turn, self.saves))
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.kinds, self.comfort, self.share, self.early, self.late, self.in_turn, self.saves))
+        return hash((self.kinds, self.comfort, self.share, self.early, self.first, self.in_turn, self.saves))
 
     def __hash__(self) -> int:  # kept: kinds can be hundreds, and the hash is asked for again and again
         return self._hash
@@ -117,6 +120,7 @@ class Choice:
         self._accumulation_steps, self._may_be_early = accumulation_steps, may_be_early
         # Equal units are worked out once: plans of hundreds of units are made again and again.
         self._unit = functools.cache(self._write_unit)
+        self._trained = [i for i, unit in enumerate(model.units) if i and unit.trainable]
         shapes = [shape_of(unit, model) for unit in model.units]
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
         self._alike = [first[shape] for shape in shapes]
@@ -136,7 +140,7 @@ class Choice:
             units=units,
             pools=self._taken(candidate)[0],
             prefetch_depth=candidate.comfort.prefetch_depth if fetches else 0,
-            last_updated_first=round(candidate.late * len(units[1:])),
+            updated_first=tuple(units[i].name for i in candidate.first),
             kept_updated_first=not candidate.in_turn,
             accumulation_steps=self._accumulation_steps,
             micro_batches_in_unit=self._model.micro_batches_in_unit,
@@ -218,8 +222,9 @@ class Choice:
         buckets = slots.get(("device", "bucket"), ROOMY.num_buckets)
         depth = max(plan.prefetch_depth, slots.get(("device", "weights"), 1) - 1)
         comfort = Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=most)
-        late = plan.last_updated_first / max(len(kinds) - 1, 1)
-        return Candidate(kinds, comfort, late=late, in_turn=not plan.kept_updated_first)
+        names = [unit.name for unit in plan.units]
+        first = tuple(map(names.index, plan.updated_first))
+        return Candidate(kinds, comfort, first=first, in_turn=not plan.kept_updated_first)
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield the candidates that are one change away, in a fixed order, large changes first."""
@@ -243,11 +248,16 @@ class Choice:
             yield replace(candidate, in_turn=not candidate.in_turn)
 
     def other_orders(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield candidates with other orders of the updates."""
-        for by in (0.25, 0.125, 1 / len(candidate.kinds)):
-            for late in (candidate.late + by, candidate.late - by):
-                if 0 <= late <= 1:
-                    yield replace(candidate, late=late)
+        """Yield candidates whose updates begin with more or fewer of the last units, whose gradients come first."""
+        last, now = len(candidate.kinds) - 1, len(candidate.first)
+        for by in dict.fromkeys((round(last / 4), round(last / 8), 1)):
+            for number in (now + by, now - by) if by else ():
+                if 0 <= number <= last:
+                    yield replace(candidate, first=tuple(range(last, last - number, -1)))
+
+    def moved(self, candidate: Candidate, chance: random.Random) -> Candidate:
+        """Return the candidate with some updates moved to another place in the order: see ``moved``."""
+        return replace(candidate, first=moved(candidate.first, self._trained, chance))
 
     def _other_ways(self, now: Away | None) -> Iterator[Away | None]:
         """Yield other ways with activations, and the same way for more or fewer units."""
@@ -306,3 +316,26 @@ class Choice:
 
 def _filled(kinds: Sequence[Kind], start: int, stop: int, kind: Kind) -> tuple[Kind, ...]:
     return (*kinds[:start], *((kind,) * (stop - start)), *kinds[stop:])
+
+
+def moved(first: Sequence[int], trained: Sequence[int], chance: random.Random) -> tuple[int, ...]:
+    """Move some updates in a row to another place, sometimes in reverse.
+
+    Args:
+        first: Units that are updated first, in this order; the others follow in the order of ``trained``.
+        trained: All units but the root that are trained, in the order in which forward uses them.
+        chance: Draws which ones, and where to.
+
+    Returns:
+        Units that are updated first; the others follow as before.
+    """
+    order = [*first, *(unit for unit in trained if unit not in set(first))]
+    width = min(chance.choice(_TOGETHER), len(order))
+    start = chance.randint(0, len(order) - width)
+    block = order[start : start + width][:: chance.choice((1, -1))]
+    del order[start : start + width]
+    place = chance.randint(0, len(order))
+    order[place:place] = block
+    while len(order) > 1 and order[-2] < order[-1]:
+        order.pop()
+    return tuple(order[:-1])

@@ -15,7 +15,7 @@ from outcore.planning.search.job import Job
 from outcore.planning.timing.simulate import PlayedSteps, Simulation, play_steps, simulation_of, steps_until_settled
 from outcore.spec.plan import Plan, Pool, Tier, UnitPlan
 
-_Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, int, bool, bool]
+_Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, tuple[str, ...], bool, bool]
 
 
 class Simulated(dict[_Key, Simulation]):
@@ -153,4 +153,4 @@ class Looks:
 
 
 def _key(run: Plan) -> _Key:
-    return run.units, run.pools, run.prefetch_depth, run.last_updated_first, run.kept_updated_first, run.plain
+    return run.units, run.pools, run.prefetch_depth, run.updated_first, run.kept_updated_first, run.plain

@@ -36,6 +36,7 @@ from outcore.planning.search.candidates import (
 )
 from outcore.planning.search.job import Job
 from outcore.planning.search.looks import Looks, Simulated
+from outcore.planning.search.orders import reordered
 from outcore.planning.search.runners_up import SMALLEST_GAIN, RunnerUp, runners_up, uniform
 from outcore.planning.timing.simulate import Simulation
 from outcore.spec.plan import Plan
@@ -161,9 +162,8 @@ class _Search:
     """Finds good candidates for one job."""
 
     def __init__(self, job: Job, simulated: Simulated | None = None) -> None:
-        self._job = job
-        self._looks = looks = Looks(job, simulated)
-        self._choice, self._fits = looks.choice, looks.fits
+        self._job, self._looks = job, Looks(job, simulated)
+        self._choice, self._fits = self._looks.choice, self._looks.fits
         self._shed, self._fill = functools.cache(self._shedding), functools.cache(self._filling)
         units = len(job.model.units) * job.micro_batches * job.model.micro_batches_in_unit
         self._is_small = len(job.model.units) - 1 <= SMALL
@@ -189,7 +189,7 @@ class _Search:
         if self._is_small and changed and units > _FEW_UNITS:
             changed.append(self._kick(min(changed, key=looks.seconds)))
         if changed:
-            changed.extend(self._choice.turned(min(changed, key=looks.seconds)))
+            changed.append(reordered(min(changed, key=looks.seconds), looks, self._job))
         simple = [candidate for candidate in uniform(looks, None).values() if self._fits(candidate)]
         plans = [*((looks.plan(candidate), candidate) for candidate in self._fastest([*changed, *simple], 1)), today]
         return self.explain(*min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves)))
