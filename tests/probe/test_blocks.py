@@ -98,6 +98,19 @@ def test_blocks_that_do_the_same_are_run_once_and_kept(monkeypatch):
     assert len(runs) == 2, "other kernels"
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's clock is not compared")
+def test_blocks_that_are_timed_in_a_slow_moment_count_at_the_speed_of_the_probe(monkeypatch):
+    """The product runs at 0.4 and 0.6 of the speed that it had when the machine was measured."""
+    speeds = iter([0.4 * MACHINE.device.fp32_flops, 0.6 * MACHINE.device.fp32_flops])
+    monkeypatch.setattr(kept_blocks, "usual_speed", lambda load, seconds: next(speeds))
+    monkeypatch.setattr(kept_blocks, "measure_rest", lambda *given: UnitTimes(1.0, 2.0, 0.5))
+    monkeypatch.setattr(kept_blocks, "measure_blocks", lambda cut, calls, *rest: [None for _ in calls.kinds])
+    work = timed(make("llama"), sample_of("llama"))
+    assert work[""].measured == (0.5, 1.0, 0.25)
+    assert all(each.measured is None for name, each in work.items() if name)
+    assert next(speeds, None) is None
+
+
 @pytest.mark.parametrize("text", ["{", '{"versions": {}, "blocks": {}}', '{"versions": {"torch": "0"}, "blocks": 3}'])
 def test_what_cannot_be_read_is_measured_again(text):
     path = Machine(DEVICE).blocks_path
