@@ -46,9 +46,8 @@ from outcore.planning.search.candidates import ALL_DEVICE, ALL_DISK, ALL_HOST, R
 from outcore.planning.timing.profile import rates_for
 from outcore.planning.timing.simulate import simulate
 from outcore.planning.units.partition import partition
-from outcore.probe.loads import Load, usual_speed
+from outcore.probe.blocks import Speed
 from outcore.probe.measure import WHOLE, Effort, measure
-from outcore.probe.work import products
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.plan import Plan
@@ -56,9 +55,7 @@ from outcore.spec.plan import Plan
 HOMES: Mapping[str, Kind] = {"device": ALL_DEVICE, "host": ALL_HOST, "disk": ALL_DISK}
 PLENTY = Limits(device_bytes=2**40, host_bytes=2**40, disk_bytes=2**40)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WARM_UP, ROUNDS = 2, 3
-DRAIN_S, PRODUCT_S = 1.0, 0.15
-"""Seconds after which the lanes of small models are idle, and seconds for which a product is timed."""
+WARM_UP = 2
 
 
 def steps_s(
@@ -67,31 +64,30 @@ def steps_s(
     steps: int,
     loss_of: Callable[[], torch.Tensor],
     folder: str,
-    speed: Callable[[], float] | None = None,
+    speed: Callable[[], float] = lambda: 1.0,
     **options: Any,
 ) -> list[tuple[float, float]]:
     """Seconds of real steps, from the end of one ``step()`` to that of the next, each with the machine's speed.
 
-    With ``speed``, steps run in rounds: the machine's speed is measured before and after each, while nothing else runs.
+    The speed is measured between forward and backward, when few lanes are busy; these seconds do not count.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    found = []
     with prepare_for_test(model, optimizer, plan=plan, budget=outcore.Budget(disk=folder), **options) as prepared:
         model, optimizer = prepared
-        for _ in range(1 if speed is None else ROUNDS):
-            before, ends = 1.0 if speed is None else speed(), []
-            for _ in range(WARM_UP + 1 + steps):
-                loss_of().backward()
-                clip_grad_norm_(model.parameters(), 1e9)
-                optimizer.step()
-                optimizer.zero_grad()
-                ends.append(time.perf_counter())
-            if speed is not None:
-                time.sleep(DRAIN_S)
-            after = 1.0 if speed is None else speed()
-            seconds = [end - start for start, end in itertools.pairwise(ends)][WARM_UP:]
-            found += [(s, (before + after) / 2) for s in seconds]
-    return found
+        ends, speeds, left_out_s = list[float](), list[float](), 0.0
+        for _ in range(WARM_UP + steps + 2):
+            loss = loss_of()
+            start_s = time.perf_counter()
+            speeds.append(speed())
+            left_out_s += time.perf_counter() - start_s
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append(time.perf_counter() - left_out_s)
+    seconds = [end - start for start, end in itertools.pairwise(ends)]
+    around = [statistics.fmean(pair) for pair in itertools.pairwise(speeds[1:])]
+    return list(zip(seconds, around, strict=False))[WARM_UP:]
 
 
 def compared(name: str, predicted_s: float, run: Callable[[], list[tuple[float, float]]]) -> dict[str, Any]:
@@ -168,16 +164,9 @@ def models(args: argparse.Namespace, hardware: Hardware) -> Iterator[dict[str, A
         numel = sum(p.numel() for p in model.parameters())
         options = {"precision": args.precision, "device": args.device}
         with tempfile.TemporaryDirectory(dir=args.disk) as folder, open_device(args.device) as device:
-            product = products(device, torch.float32)
-            product.turn()
-            speed = partial(_speed, product, hardware) if device.computes_on_host else None
+            speed = Speed.of(device, hardware).now
             run = partial(steps_s, model, plan, args.steps, loss, folder, speed, **options)
             yield compared(f"{numel / 1e6:.0f}M, {args.batch_size} x {length} tokens, {policy}, {home}", step_s, run)
-
-
-def _speed(product: Load, hardware: Hardware) -> float:
-    """Speed of a matrix product now, over that which the probe found: processors change their speed."""
-    return usual_speed(product, PRODUCT_S) / hardware.device.fp32_flops
 
 
 def _config(hidden: int, layers: int) -> LlamaConfig:

@@ -50,7 +50,7 @@ from outcore.spec.timeline import COMPUTE, HOST
 
 from . import zoo
 
-NUM_PLANS = int(os.environ.get("OUTCORE_VIRTUAL_PLANS", "20"))
+NUM_PLANS = int(os.environ.get("OUTCORE_VIRTUAL_PLANS", "26"))
 """Number of random plans. 1,000 take about ten minutes."""
 STEPS = 4
 WIDTH, ROWS = 6, 8

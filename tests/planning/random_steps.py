@@ -259,7 +259,8 @@ def reordered(tasks: Sequence[Task], ends: Sequence[int], chance: random.Random)
 
 
 def main() -> None:
-    names = ("roomy", "roomy, order chosen", "others", "with activations away", "reordered")
+    kinds = ("all", "roomy", "with activations away")
+    names = ("reordered", *kinds, *(f"{kind}, order chosen" for kind in kinds))
     ratios: dict[str, list[float]] = {name: [] for name in names}
     for seed in range(*map(int, sys.argv[1:3])):
         chance = random.Random(seed)
@@ -267,14 +268,16 @@ def main() -> None:
         bound = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
         if not bound.seconds:
             continue
-        if seed % 500 == 499:
+        if seed % 250 == 249:
             say(ratios)
         plain, *others = (seconds / bound.seconds for seconds in steps_s(step, chance, num_orders=1))
-        ratios["with activations away" if any(u.saved_bytes for u in step.plan.units) else "others"].append(plain)
+        sends_away = any(u.saved_bytes for u in step.plan.units)
+        found = {"": plain, ", order chosen": chosen_s(step) / bound.seconds}
+        for how, ratio in found.items():
+            ratios[f"all{how}"].append(ratio)
+            ratios[f"roomy{how}"] += [ratio] * (step.is_roomy and not sends_away)
+            ratios[f"with activations away{how}"] += [ratio] * sends_away
         ratios["reordered"] += others
-        if step.is_roomy and not any(u.saved_bytes for u in step.plan.units):
-            ratios["roomy"].append(plain)
-            ratios["roomy, order chosen"].append(chosen_s(step) / bound.seconds)
         if min([plain, *others]) < 1 - 1e-9:  # with so few steps a step may not have settled
             plain, *others = (seconds / bound.seconds for seconds in steps_s(step, chance, num_orders=1, steps=60))
         if min([plain, *others]) < 1 - 1e-9:

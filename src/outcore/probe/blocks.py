@@ -5,6 +5,11 @@
 Python runs around the kernels. Steps of 59M parameters on two cores took 1.1 to 1.4 times as long. So one block of each
 kind is run, with arbitrary values in parameters and arguments. Several of its forwards are alive at a time. As in a
 step, they then find little memory that was used before. The rest of the model is run with blocks that do nothing.
+
+[Note: one speed] Processors change their speed: they get warm, and virtual ones share cores with others. Where the host
+computes, a matrix product is timed before and after each turn, and the turn's seconds are converted to the speed that
+products had when the machine was measured. On two cores of a virtual machine, products ran at 90 to 156 GFLOP/s within
+two minutes, and equal steps took 0.90 to 1.46 s: the longer, the slower products were (correlation -0.78).
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +33,10 @@ from outcore.planning.forward.casts import Autocast
 from outcore.planning.forward.shapes import left_as_it_is
 from outcore.planning.timing.profile import UnitTimes
 from outcore.planning.units.partition import Partition
-from outcore.probe.samples import usual_s
+from outcore.probe.loads import Load, usual_speed
+from outcore.probe.work import products
 from outcore.saving.small_state import random_states, restore_random_states
+from outcore.spec.hardware import Hardware
 from outcore.torch_private import pytree
 
 _LEAST_TURNS, _LEAST_S, MOST_S = 3, 0.1, 1.0
@@ -36,6 +44,8 @@ _LEAST_TURNS, _LEAST_S, MOST_S = 3, 0.1, 1.0
 
 A part whose counted time is above ``MOST_S`` is not run: it computes so much that counting is accurate enough.
 """
+_PRODUCT_S = 0.05
+"""Seconds for which a product is timed; it takes three turns at least."""
 _AT_A_TIME = 4
 """Forwards alive at once; fewer if one takes long or saves much."""
 _OF_FREE = 4
@@ -44,8 +54,25 @@ _SPREAD = 0.02
 """Standard deviation of the values, like that of initial weights."""
 
 
+class Speed:
+    """Speed of matrix products now over that which the probe found: see [Note: one speed]. 1 on an accelerator."""
+
+    def __init__(self, product: Load | None, usual: float) -> None:
+        """Args: product: What is timed. usual: Its operations per second when the machine was measured."""
+        self._product, self._usual = product, usual
+
+    @classmethod
+    def of(cls, device: Device, hardware: Hardware) -> Speed:
+        """Return the speed of a device that was measured. Args: hardware: Its measurement."""
+        return cls(products(device, torch.float32) if device.computes_on_host else None, hardware.device.fp32_flops)
+
+    def now(self) -> float:
+        """Measure it, in some hundredths of a second."""
+        return 1.0 if self._product is None else usual_speed(self._product, _PRODUCT_S) / self._usual
+
+
 def measure_blocks(
-    cut: Partition, calls: Calls, device: Device, counted_s: Mapping[str, float]
+    cut: Partition, calls: Calls, device: Device, counted_s: Mapping[str, float], speed: Speed
 ) -> list[UnitTimes | None]:
     """Measure one block of each kind; None for a block that does not run alone, or needs too much time or memory.
 
@@ -54,22 +81,28 @@ def measure_blocks(
         calls: The calls of blocks in a forward over a micro-batch.
         device: The device that will compute.
         counted_s: Unit -> seconds of its forward and backward, computed from its operations.
+        speed: The device's speed.
 
     Time: some 0.2 s for each kind, or four times the block's own time if that is more. Device memory: a block with its
     gradients, and what some forwards save.
     """
     weights = {unit.name: unit.weight_bytes for unit in cut.spec.units if counted_s[unit.name] <= MOST_S}
     calling = ((partial(_Block, cut, call, device), weights.get(call.unit)) for call in calls.kinds.values())
-    return [None if nbytes is None else _measured(make, nbytes, device) for make, nbytes in calling]
+    return [None if nbytes is None else _measured(make, nbytes, device, speed) for make, nbytes in calling]
 
 
 def measure_rest(
-    cut: Partition, sample: Mapping[str, Any], calls: Calls, device: Device, counted_s: Mapping[str, float]
+    cut: Partition,
+    sample: Mapping[str, Any],
+    calls: Calls,
+    device: Device,
+    counted_s: Mapping[str, float],
+    speed: Speed,
 ) -> UnitTimes | None:
     """Measure what is in no block. Args: as for ``measure_blocks``. sample: Keyword arguments of the forward."""
     if counted_s[""] > MOST_S:
         return None
-    return _measured(partial(_Rest, cut, sample, calls, device), cut.spec.units[0].weight_bytes, device)
+    return _measured(partial(_Rest, cut, sample, calls, device), cut.spec.units[0].weight_bytes, device, speed)
 
 
 class _Part(Protocol):
@@ -194,14 +227,14 @@ def _leaves(values: Any) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
 
 
-def _measured(make: Callable[[], _Part], nbytes: int, device: Device) -> UnitTimes | None:
+def _measured(make: Callable[[], _Part], nbytes: int, device: Device, speed: Speed) -> UnitTimes | None:
     """Measure a part; None if it does not run alone or is too large. Args: nbytes: Size of its weights."""
     if 2 * nbytes > device.memory_bytes() // _OF_FREE:
         return None
     states = random_states(device)
     try:
         with torch.enable_grad():
-            return _Measurement(make(), device).measured()
+            return _Measurement(make(), device, speed).measured()
     except Exception:  # it cannot run alone, or not with such values: the caller counts its operations
         return None
     finally:
@@ -212,20 +245,22 @@ def _measured(make: Callable[[], _Part], nbytes: int, device: Device) -> UnitTim
 class _Measurement:
     """Takes turns of one part. A turn is some forwards, then their backwards."""
 
-    def __init__(self, part: _Part, device: Device) -> None:
-        self._part, self._device = part, device
+    def __init__(self, part: _Part, device: Device, speed: Speed) -> None:
+        self._part, self._device, self._speed = part, device, speed
         self._autocast = Autocast.now(device.torch_device)
 
     def measured(self) -> UnitTimes:
-        """Return the usual times of a turn, per forward and backward."""
+        """Return the median times of a turn, per forward and backward, at the probe's speed."""
         start_s, saved_bytes = time.perf_counter(), self._saved_bytes()
         first_s = time.perf_counter() - start_s
         most = self._device.memory_bytes() // _OF_FREE // max(saved_bytes, 1)
         number = max(1, min(_AT_A_TIME, most, math.ceil(MOST_S / _LEAST_TURNS / first_s)))
-        start_s, turns = time.perf_counter(), list[UnitTimes]()
+        start_s, turns, before = time.perf_counter(), list[list[float]](), self._speed.now()
         while len(turns) < _LEAST_TURNS or time.perf_counter() - start_s < _LEAST_S:
-            turns.append(self._turn(number))
-        return UnitTimes(*(usual_s(column) for column in zip(*turns, strict=True)))
+            turn, after = self._turn(number), self._speed.now()
+            turns.append([(before + after) / 2 * seconds for seconds in turn])
+            before = after
+        return UnitTimes(*(median(column) for column in zip(*turns, strict=True)))
 
     def _saved_bytes(self) -> int:
         """Return the bytes that autograd saves in one forward.

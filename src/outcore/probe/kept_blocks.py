@@ -1,11 +1,5 @@
 """Kept seconds of blocks, beside the measurement of their machine, so that the same inputs give the same plan.
 
-[Note: one speed] Processors change their speed: they get warm, and virtual ones share cores with others. A block may be
-timed in a slow moment, long after the machine was measured. Where the host computes, the same matrix product is timed
-before and after the blocks, and their seconds are converted to the speed that the product had when the machine was
-measured. On two cores of a virtual machine the product ran at 90 to 156 GFLOP/s within two minutes. Seconds of equal
-steps varied by 11% (standard deviation over mean), and times the speed of the product by 8%, less in medians.
-
 A block is identified by its class, its printed form, shapes and dtypes of its parameters and arguments, and autocast.
 """
 
@@ -28,16 +22,12 @@ from outcore.planning.forward.calls import calls_of
 from outcore.planning.forward.casts import Autocast
 from outcore.planning.timing.profile import UnitTimes, UnitWork, rates_for
 from outcore.planning.units.partition import Partition
-from outcore.probe.blocks import measure_blocks, measure_rest
+from outcore.probe.blocks import Speed, measure_blocks, measure_rest
 from outcore.probe.kept import Machine, versions
-from outcore.probe.loads import usual_speed
-from outcore.probe.work import products
 from outcore.spec.hardware import Hardware
 from outcore.spec.text_file import Described
 from outcore.torch_private import pytree
 
-_PRODUCT_S = 0.1
-"""Seconds for which the product is timed."""
 _MOST_S = 1e6
 """Upper limit of a block's seconds. A larger number means that the file was edited."""
 
@@ -101,13 +91,9 @@ def with_times(
     if not all(name in known for name in names):
         rates = rates_for(hardware, cut.spec, work)
         counted_s = {name: rates.forward_s[name] + rates.backward_s[name] for name in work}
-        product = products(device, torch.float32)
-        before = usual_speed(product, _PRODUCT_S)
-        found = [*measure_blocks(cut, calls, device, counted_s), measure_rest(cut, sample, calls, device, counted_s)]
-        speed = (before + usual_speed(product, _PRODUCT_S)) / 2
-        factor = speed / hardware.device.fp32_flops if device.computes_on_host else 1.0  # see [Note: one speed]
-        scaled = (each and UnitTimes(*(factor * seconds for seconds in each)) for each in found)
-        known |= dict(zip(names, scaled, strict=True))
+        given = device, counted_s, Speed.of(device, hardware)
+        found = [*measure_blocks(cut, calls, *given), measure_rest(cut, sample, calls, *given)]
+        known |= dict(zip(names, found, strict=True))
         with suppress(ConfigError, OSError):  # the folder cannot be written to
             path.parent.mkdir(parents=True, exist_ok=True)
             kept_now = {name: seconds for name, seconds in known.items() if seconds is not None}  # others may run later

@@ -60,7 +60,7 @@ class Effort:
     steps: int
     """Steps of a small model, for the engine's time per visit."""
     rounds: int = 1
-    """Rounds in which links run alone and in pairs; the median of the rounds counts."""
+    """Rounds in which compute and links run alone, and links in pairs; the median of the rounds counts."""
 
 
 WHOLE = Effort(
@@ -138,16 +138,19 @@ class _Probe:
     def device_part(self) -> DevicePart:
         """Measure the device."""
         device, through_bytes = self._device, self._effort.sizes[-1]
-        update = work.device_updates(device, device.allocate(self._buffer_bytes))
+        rates = self._rates(
+            fp32_flops=work.products(device, _FLOAT32),
+            bf16_flops=work.products(device, _BFLOAT16),
+            attention_flops=work.attention(device, _BFLOAT16),
+            bytes_per_s=work.elementwise(device, through_bytes),
+            update_parameters_per_s=work.device_updates(device, device.allocate(self._buffer_bytes)),
+            plain_update_parameters_per_s=work.plain_updates(device, self._buffer_bytes),
+            kernels=work.kernels(device, _KERNELS),
+        )
         return DevicePart(
             memory_bytes=device.total_bytes() / (2 if device.has_host_memory else 1),
-            fp32_flops=self._rate(work.products(device, _FLOAT32)),
-            bf16_flops=self._rate(work.products(device, _BFLOAT16)),
-            attention_flops=self._rate(work.attention(device, _BFLOAT16)),
-            bytes_per_s=self._rate(work.elementwise(device, through_bytes)),
-            update_parameters_per_s=self._rate(update),
-            plain_update_parameters_per_s=self._rate(work.plain_updates(device, self._buffer_bytes)),
-            kernel_s=1 / self._rate(work.kernels(device, _KERNELS)),
+            kernel_s=1 / rates.pop("kernels"),
+            **rates,
             runs_ahead=float(not device.computes_on_host),
             sources=_measured(DevicePart, "runs_ahead")
             | {"memory_bytes": "half of host memory" if device.has_host_memory else "of the device"},
@@ -164,10 +167,15 @@ class _Probe:
         loads.append(work.updates(self._device, workers, self._host_memory(self._buffer_bytes)))
         if self._device.computes_on_host:
             loads.append(work.blocks(self._device))
-        usual = {load.link: self._rate(load) for load in loads}
+        usual = self._rates(**{load.link: load for load in loads})
         rounds = [self._left(loads) for _ in range(self._effort.rounds)]
         left = {pair: tuple(map(median, zip(*(found[pair] for found in rounds), strict=True))) for pair in rounds[0]}
         return _Links({link: line(found) for link, found in points.items()}, usual, left)
+
+    def _rates(self, **loads: Load) -> dict[str, float]:
+        """Measure several loads in rounds, since a machine changes its speed; the median of the rounds counts."""
+        rounds = [{name: self._rate(load) for name, load in loads.items()} for _ in range(self._effort.rounds)]
+        return {name: median(found[name] for found in rounds) for name in loads}
 
     def _rate(self, load: Load) -> float:
         load.turn()  # so that kernels are chosen and memory is touched
