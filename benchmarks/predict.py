@@ -164,7 +164,7 @@ def models(args: argparse.Namespace, hardware: Hardware) -> Iterator[dict[str, A
         numel = sum(p.numel() for p in model.parameters())
         options = {"precision": args.precision, "device": args.device}
         with tempfile.TemporaryDirectory(dir=args.disk) as folder, open_device(args.device) as device:
-            speed = Speed.of(device, hardware).now
+            speed = Speed(device, hardware).now
             run = partial(steps_s, model, plan, args.steps, loss, folder, speed, **options)
             yield compared(f"{numel / 1e6:.0f}M, {args.batch_size} x {length} tokens, {policy}, {home}", step_s, run)
 

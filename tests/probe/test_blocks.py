@@ -22,8 +22,10 @@ from outcore.planning.timing.profile import UnitTimes, UnitWork, rates_for
 from outcore.planning.timing.ranks import Ranks
 from outcore.planning.units.partition import Partition, partition
 from outcore.probe import blocks, kept_blocks
+from outcore.probe.blocks import Speed
 from outcore.probe.kept import Machine
 from outcore.probe.kept_blocks import KeptBlocks, with_times
+from outcore.probe.loads import Load
 from outcore.spec.hardware import Hardware
 
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
@@ -97,6 +99,21 @@ def test_blocks_that_do_the_same_are_run_once_and_kept(monkeypatch):
     other.config._attn_implementation = "eager"
     timed(other, sample_of("llama"))
     assert len(runs) == 2, "other kernels"
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's clock is not compared")
+def test_the_speed_is_that_of_products_without_autocast(monkeypatch):
+    dtypes = []
+    monkeypatch.setattr(blocks, "usual_speed", lambda load, seconds: dtypes.append(load.turn()) or 1.0)
+    monkeypatch.setattr(blocks, "products", lambda *given: Load("compute", 1.0, product))
+
+    def product() -> torch.dtype:
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with open_device(DEVICE) as device, torch.autocast("cpu", torch.bfloat16):
+        assert product() is torch.bfloat16
+        Speed(device, MACHINE).now()
+    assert dtypes == [torch.float32]
 
 
 def test_slow_moments_count_at_the_speed_of_the_probe(monkeypatch):

@@ -33,7 +33,7 @@ from outcore.planning.forward.casts import Autocast
 from outcore.planning.forward.shapes import left_as_it_is
 from outcore.planning.timing.profile import UnitTimes
 from outcore.planning.units.partition import Partition
-from outcore.probe.loads import Load, usual_speed
+from outcore.probe.loads import usual_speed
 from outcore.probe.work import products
 from outcore.saving.small_state import random_states, restore_random_states
 from outcore.spec.hardware import Hardware
@@ -57,18 +57,16 @@ _SPREAD = 0.02
 class Speed:
     """Speed of matrix products now over that which the probe found: see [Note: one speed]. 1 on an accelerator."""
 
-    def __init__(self, product: Load | None, usual: float) -> None:
-        """Args: product: What is timed. usual: Its operations per second when the machine was measured."""
-        self._product, self._usual = product, usual
-
-    @classmethod
-    def of(cls, device: Device, hardware: Hardware) -> Speed:
-        """Return the speed of a device that was measured. Args: hardware: Its measurement."""
-        return cls(products(device, torch.float32) if device.computes_on_host else None, hardware.device.fp32_flops)
+    def __init__(self, device: Device, hardware: Hardware) -> None:
+        """Args: device: The device that computes. hardware: Its measurement."""
+        self._autocast, self._usual = Autocast.now(device.torch_device), hardware.device.fp32_flops
+        with self._autocast.off():  # the probe's products were in fp32
+            self._product = products(device, torch.float32) if device.computes_on_host else None
 
     def now(self) -> float:
         """Measure it, in some hundredths of a second."""
-        return 1.0 if self._product is None else usual_speed(self._product, _PRODUCT_S) / self._usual
+        with self._autocast.off():
+            return 1.0 if self._product is None else usual_speed(self._product, _PRODUCT_S) / self._usual
 
 
 def measure_blocks(

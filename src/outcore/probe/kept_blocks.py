@@ -91,7 +91,7 @@ def with_times(
     if not all(name in known for name in names):
         rates = rates_for(hardware, cut.spec, work)
         counted_s = {name: rates.forward_s[name] + rates.backward_s[name] for name in work}
-        given = device, counted_s, Speed.of(device, hardware)
+        given = device, counted_s, Speed(device, hardware)
         found = [*measure_blocks(cut, calls, *given), measure_rest(cut, sample, calls, *given)]
         known |= dict(zip(names, found, strict=True))
         with suppress(ConfigError, OSError):  # the folder cannot be written to

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -50,7 +51,7 @@ class Effort:
     """How much is measured, and how long."""
 
     window_s: float
-    """Seconds of every measurement."""
+    """Seconds of every measurement, in all rounds together where one thing runs alone."""
     buffer_bytes: int
     """Size of the buffers on either side of the bus; more than caches hold."""
     sizes: Sequence[int]
@@ -64,7 +65,7 @@ class Effort:
 
 
 WHOLE = Effort(
-    window_s=0.3,
+    window_s=0.25,
     buffer_bytes=256 * MIB,
     sizes=(MIB // 16, MIB, 16 * MIB),
     disk_bytes=512 * MIB,
@@ -87,7 +88,7 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
         DiskError: A folder cannot serve the disk tier; nothing is left behind.
         MemoryBudgetError: There is too little memory even for this.
 
-    Time: the whole effort some 15 s, the quick one 3 s. Memory: up to 0.5 GiB of the device, 1 GiB of the host.
+    Time: the whole effort 15 to 30 s, the quick one some 3 s. Memory: up to 0.5 GiB of the device, 1 GiB of the host.
     """
     with ExitStack() as closing:
         device = open_device()
@@ -138,15 +139,16 @@ class _Probe:
     def device_part(self) -> DevicePart:
         """Measure the device."""
         device, through_bytes = self._device, self._effort.sizes[-1]
-        rates = self._rates(
-            fp32_flops=work.products(device, _FLOAT32),
-            bf16_flops=work.products(device, _BFLOAT16),
-            attention_flops=work.attention(device, _BFLOAT16),
-            bytes_per_s=work.elementwise(device, through_bytes),
-            update_parameters_per_s=work.device_updates(device, device.allocate(self._buffer_bytes)),
-            plain_update_parameters_per_s=work.plain_updates(device, self._buffer_bytes),
-            kernels=work.kernels(device, _KERNELS),
-        )
+        loads: Mapping[str, Callable[[], Load]] = {
+            "fp32_flops": partial(work.products, device, _FLOAT32),
+            "bf16_flops": partial(work.products, device, _BFLOAT16),
+            "attention_flops": partial(work.attention, device, _BFLOAT16),
+            "bytes_per_s": partial(work.elementwise, device, through_bytes),
+            "update_parameters_per_s": lambda: work.device_updates(device, device.allocate(self._buffer_bytes)),
+            "plain_update_parameters_per_s": partial(work.plain_updates, device, self._buffer_bytes),
+            "kernels": partial(work.kernels, device, _KERNELS),
+        }
+        rates = self._in_rounds(lambda window_s: {name: _rate(load(), window_s) for name, load in loads.items()})
         return DevicePart(
             memory_bytes=device.total_bytes() / (2 if device.has_host_memory else 1),
             kernel_s=1 / rates.pop("kernels"),
@@ -160,26 +162,27 @@ class _Probe:
         """Measure everything else: each link alone at several sizes, then links in pairs."""
         sizes = self._effort.sizes
         moves = self._moves(store)
-        points = {link: {size: size / self._rate(load) for size, load in moves[link].items()} for link in moves}
+        window_s = self._effort.window_s
+        points = {link: {size: size / _rate(load, window_s) for size, load in moves[link].items()} for link in moves}
         spare = 0 if self._device.computes_on_host else 1
         workers = self._closing.enter_context(UpdateWorkers(spare_cores=spare))
         loads = [each[sizes[-1]] for each in moves.values()]
         loads.append(work.updates(self._device, workers, self._host_memory(self._buffer_bytes)))
         if self._device.computes_on_host:
             loads.append(work.blocks(self._device))
-        usual = self._rates(**{load.link: load for load in loads})
+        usual = self._in_rounds(lambda window_s: {load.link: _rate(load, window_s) for load in loads})
         rounds = [self._left(loads) for _ in range(self._effort.rounds)]
         left = {pair: tuple(map(median, zip(*(found[pair] for found in rounds), strict=True))) for pair in rounds[0]}
         return _Links({link: line(found) for link, found in points.items()}, usual, left)
 
-    def _rates(self, **loads: Load) -> dict[str, float]:
-        """Measure several loads in rounds, since a machine changes its speed; the median of the rounds counts."""
-        rounds = [{name: self._rate(load) for name, load in loads.items()} for _ in range(self._effort.rounds)]
-        return {name: median(found[name] for found in rounds) for name in loads}
+    def _in_rounds(self, measure: Callable[[float], dict[str, float]]) -> dict[str, float]:
+        """Measure several things in turn, again and again, since a machine changes its speed; the median counts.
 
-    def _rate(self, load: Load) -> float:
-        load.turn()  # so that kernels are chosen and memory is touched
-        return usual_speed(load, self._effort.window_s)
+        Args:
+            measure: Measures all, each for the given seconds.
+        """
+        rounds = [measure(self._effort.window_s / self._effort.rounds) for _ in range(self._effort.rounds)]
+        return {name: median(found[name] for found in rounds) for name in rounds[0]}
 
     def _left(self, loads: Sequence[Load]) -> dict[tuple[str, str], tuple[float, ...]]:
         """Return the parts of their speeds that two loads keep beside each other, by links.
@@ -225,6 +228,11 @@ def memory_of_host(device: Device, nbytes: int, closing: ExitStack) -> torch.Ten
     if device.register_host(memory):
         closing.callback(device.unregister_host, memory)
     return memory
+
+
+def _rate(load: Load, window_s: float) -> float:
+    load.turn()  # so that kernels are chosen and memory is touched
+    return usual_speed(load, window_s)
 
 
 def _bus(links: _Links) -> BusPart:

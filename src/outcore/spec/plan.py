@@ -262,9 +262,11 @@ class Plan(Described):
         self._check_updated_first()
 
     def _check_updated_first(self) -> None:
-        names = [unit.name for unit in self.units]
+        left = {unit.name for unit in self.units}
         for i, name in enumerate(self.updated_first):
-            if name not in names or name in self.updated_first[:i]:
+            if isinstance(name, str) and name in left:
+                left.remove(name)
+            else:
                 expected = "plan: updated_first: expected names of units of the plan, each once"
                 raise ConfigError(f"{expected}, but got {name!r} at place {i}")
 
