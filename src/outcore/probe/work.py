@@ -33,6 +33,7 @@ _PLAIN_BYTES, _TENSORS = 16, 8
 _LEAST_TURN_S = 4e-3
 """Shortest turn of compute. A shorter load is doubled up to the sizes of a large model, and then repeated."""
 _TURNS = 3
+"""Turns of which the shortest tells how long a load takes."""
 _MOST_WIDTH, _MOST_TOKENS = 8192, 4096
 _OF_A_MODEL = (768, 256, 12)
 """Channels, tokens and heads."""
