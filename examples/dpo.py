@@ -36,6 +36,7 @@ def main(folder: Path) -> None:
         args=DPOConfig(
             output_dir=str(folder),
             per_device_train_batch_size=4,
+            max_length=64,  # tells the plan how much memory activations take on a GPU
             max_steps=10,
             learning_rate=1e-3,
             logging_steps=1,
@@ -44,7 +45,7 @@ def main(folder: Path) -> None:
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=tiny_tokenizer(),
-        budget=outcore.Budget(device="1MiB", host="2MiB", disk=folder),
+        budget=outcore.Budget(device="3MiB", host="2MiB", disk=folder),
         precision="bf16",  # bf16 weights, fp32 masters
     )
     trainer.train()

@@ -32,6 +32,7 @@ def main(folder: Path) -> None:
         args=SFTConfig(
             output_dir=str(folder),
             per_device_train_batch_size=8,
+            max_length=16,  # tells the plan how much memory activations take on a GPU
             max_steps=20,
             learning_rate=1e-2,
             logging_steps=1,
@@ -41,7 +42,7 @@ def main(folder: Path) -> None:
         train_dataset=Dataset.from_list(rows),
         processing_class=tiny_tokenizer(),
         peft_config=LoraConfig(r=8, target_modules="all-linear"),
-        budget=outcore.Budget(device="640KiB", host="1MiB", disk=folder),
+        budget=outcore.Budget(device="1536KiB", host="1MiB", disk=folder),
     )
     trainer.train()
     trainer.save_model(str(folder / "adapter"))

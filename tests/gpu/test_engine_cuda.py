@@ -149,12 +149,16 @@ FP32, BF16 = torch.float32, torch.bfloat16
 def test_updates_of_both_devices_differ_by_the_rounding_of_a_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Print the largest difference relative to a tensor's largest weight; ``docs/exceptions.md`` has it for an H100."""
-    monkeypatch.setattr(f"{__name__}.STEPS", 2)
-    weights = [streamed(build("llama", FP32), tmp_path, kind, 1)[1] for kind in ("device", "host")]
-    gaps = [((a.cpu() - b.cpu()).abs().max() / a.abs().max().cpu()).item() for a, b in zip(*weights, strict=True)]
-    print(f"updated on the device and on the host: {max(gaps):.1e} of the largest weight")
-    assert max(gaps) < 1e-5
+    """Print the largest differences relative to a tensor's largest weight, which ``docs/exceptions.md`` has.
+
+    From the second step on gradients differ as well, and AdamW makes a large update of a gradient near zero.
+    """
+    for steps in (2, 1):
+        monkeypatch.setattr(f"{__name__}.STEPS", steps)
+        weights = [streamed(build("llama", FP32), tmp_path, kind, 1)[1] for kind in ("device", "host")]
+        gaps = [((a.cpu() - b.cpu()).abs().max() / a.abs().max().cpu()).item() for a, b in zip(*weights, strict=True)]
+        print(f"updated on the device and on the host, {steps} steps: {max(gaps):.1e} of the largest weight")
+    assert max(gaps) < 1e-6
 
 
 @pytest.mark.parametrize(
