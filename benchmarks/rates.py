@@ -194,8 +194,7 @@ def update_rates(device: Device, unit: UnitSpec) -> dict[str, float]:
     """
     numel = sum(p.numel for p in unit.trainable)
     nbytes = _states_bytes(unit) + 2 * unit.trainable_bytes
-    spare = 0 if device.computes_on_host else 1
-    with HostMemory.open(nbytes) as memory, UpdateWorkers(spare_cores=spare) as workers:
+    with HostMemory.open(nbytes) as memory, UpdateWorkers.beside(device) as workers:
         pieces = _pieces(unit, memory.tensor)
         seconds = _repeat(lambda: workers.run(pieces), "cpu")
         del pieces

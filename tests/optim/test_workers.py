@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,15 +33,16 @@ NUMELS = (1, 4097, 199, (1 << 20) + 17, 65)
 
 
 @pytest.mark.parametrize("main_threads", [1, 2])
+@pytest.mark.parametrize("in_teams", [False, True])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_any_number_of_workers_gives_the_same_bits(num_workers, main_threads):
+def test_any_number_of_workers_gives_the_same_bits(num_workers, in_teams, main_threads):
     count = torch.get_num_threads()
     torch.set_num_threads(main_threads)
     try:
         plain = PlainLoop(OPTIMIZERS["adamw"], NUMELS)
         blocked = Blocked(OPTIMIZERS["adamw"], NUMELS, weights_dtype=torch.bfloat16)
         factors = (torch.tensor(0.3),)
-        with UpdateWorkers(num_workers) as workers:
+        with UpdateWorkers(num_workers, in_teams=in_teams) as workers:
             for step in (1, 2):
                 grads = [random(n, step, torch.bfloat16) for n in NUMELS]
                 plain.step(grads, factors)
@@ -74,6 +76,45 @@ def test_workers_have_one_aten_thread_and_nobody_else_changes(monkeypatch):
         assert (seen, later, torch.get_num_threads()) == ([1, 1], [3], 3)
     finally:
         torch.set_num_threads(count)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_team_gives_the_bits_of_one_thread(name):
+    numels = ((1 << 20) + 17, 199)  # one is cut among the team's threads, and more than one block of one thread
+    one, many = (Blocked(OPTIMIZERS[name], numels) for _ in range(2))
+    for blocked, in_teams in ((one, False), (many, True)):
+        with UpdateWorkers(3 if in_teams else 1, in_teams=in_teams) as workers:
+            for step in (1, 2):
+                workers.run(blocked.pieces(step, [random(n, step) for n in numels]))
+    assert_same_bits(many.tensors(), one.tensors())
+
+
+def test_a_team_has_the_threads_of_its_node(monkeypatch):
+    """A team is bound to its node, has a scratch for each thread, and leaves everybody else's threads alone."""
+    cpu = min(os.sched_getaffinity(0))
+    topology = Topology((Node(frozenset({cpu}), 3), Node(frozenset({10**5}), 2)), None)
+    monkeypatch.setattr("outcore.runtime.updates.workers.read_topology", lambda: topology)
+    seen, both = [], threading.Barrier(2, timeout=30)
+
+    def look(share, scratch, is_stopped):
+        both.wait()
+        seen.append((torch.get_num_threads(), scratch.numel() // USUAL_BYTES, len(os.sched_getaffinity(0))))
+
+    monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", look)
+    count, everywhere = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    with UpdateWorkers(in_teams=True) as workers:
+        workers.run(Blocked(OPTIMIZERS["adamw"], (2 * LEAST_SHARE_NUMEL,)).pieces(1, [None]))
+        assert workers.num_workers == 5
+    assert sorted(seen) == [(2, 2, everywhere), (3, 3, 1)]  # the second node has no such CPU
+    assert torch.get_num_threads() == count
+
+
+def test_teams_update_beside_an_accelerator_alone():
+    for on_host in (True, False):
+        with UpdateWorkers.beside(SimpleNamespace(computes_on_host=on_host)) as workers:
+            names = {thread.name.rstrip("0123456789") for thread in workers._threads}
+            assert names == {"outcore-update-"} | ({"outcore-update-team-"} if not on_host else set())
+            assert workers.num_workers == max(1, read_topology().num_cores - (not on_host))
 
 
 def test_the_first_error_is_raised_and_the_workers_live_on():

@@ -164,8 +164,7 @@ class _Probe:
         moves = self._moves(store)
         window_s = self._effort.window_s
         points = {link: {size: size / _rate(load, window_s) for size, load in moves[link].items()} for link in moves}
-        spare = 0 if self._device.computes_on_host else 1
-        workers = self._closing.enter_context(UpdateWorkers(spare_cores=spare))
+        workers = self._closing.enter_context(UpdateWorkers.beside(self._device))
         loads = [each[sizes[-1]] for each in moves.values()]
         loads.append(work.updates(self._device, workers, self._host_memory(self._buffer_bytes)))
         if self._device.computes_on_host:

@@ -64,11 +64,10 @@ class Opened:
             self._closing.callback(self.saves.abandon)
             self.tiers.hand_out(self.order)
             on_host = has_updates and any(u.plan.is_updated_on_host and u.spec.trainable for u in self.order.ledgers)
-            spare = 0 if device.computes_on_host else 1  # for the thread that gives the device its work
             whole = has_updates and any(p.is_whole for unit in model.units for p in unit.trainable)
             on_host |= whole and device.computes_on_host  # there staged updates need the same threads
             sharers = (0, 1) if world is None else core_sharers(world)
-            self.workers = UpdateWorkers(spare_cores=spare, sharers=sharers, has_whole=whole) if on_host else None
+            self.workers = UpdateWorkers.beside(device, sharers=sharers, has_whole=whole) if on_host else None
             if self.workers is not None:
                 self._closing.callback(self.workers.close)
             self._closing.callback(self._stop)
