@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed, nn
 from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree

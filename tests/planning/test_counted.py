@@ -7,9 +7,11 @@ import torch
 import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import masking_utils
 
 from outcore.core.errors import ConfigError
-from outcore.planning.forward.alike import kind_of
+from outcore.planning.forward.alike import Shape, kind_of
+from outcore.planning.forward.calls import calls_of
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.profile import UnitWork, rates_for, unit_work
@@ -178,3 +180,23 @@ def test_blocks_that_repeat_something_more_often_are_not_the_same():
     assert flops == [2 * BATCH * 16 * 16 * times for times in (1, 5, 1)]
     blocks = Tower().blocks
     assert len({kind_of(block, [], None) for block in blocks}) == 2
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "position_ids"])
+def test_blocks_get_masks_as_in_a_real_forward(name, monkeypatch):
+    """Without position IDs nothing is packed, so there is no mask; a padded row of a later batch has one."""
+    model, ids = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), torch.zeros(2, 8, dtype=torch.long)
+    values = {"attention_mask": torch.ones(2, 8).tril(6), "position_ids": torch.arange(8).remainder(5).expand(2, 8)}
+    sample = {"input_ids": ids, name: values.get(name, ids), "use_cache": False}
+    find = masking_utils.find_packed_sequence_indices
+    cut = partition(model, state_names=("exp_avg",), precision="fp32")
+    (call,) = calls_of(cut, sample, torch.device("cpu")).kinds.values()
+    masks = [leaf.size for leaf in call.leaves if isinstance(leaf, Shape) and len(leaf.size) == 4]
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    model(**sample)
+    assert masks == [mask.shape for mask in seen if mask is not None]
+    assert len(masks) == (name != "input_ids")
+    assert masking_utils.find_packed_sequence_indices is find

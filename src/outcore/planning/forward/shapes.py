@@ -1,8 +1,15 @@
-"""A forward on shapes alone: on fake tensors of the device that will compute, with the kernels that it would run."""
+"""A forward on shapes alone: on fake tensors of the device that will compute, with the kernels that it would run.
+
+[Note: packed sequences] Transformers looks at the values of position IDs to see whether a row holds several sequences.
+Of fake ones it cannot know, and so makes a mask of rows x length x length, with which attention needs other kernels,
+and more memory. Where a micro-batch brings no position IDs, the model counts them itself, and no row holds several. On
+an H200, blocks with such a mask took 1.27 times as long as they do in a step without one (32,768 tokens of 2,048).
+"""
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,7 +22,7 @@ from outcore.core.errors import ConfigError
 from outcore.planning.forward.casts import Autocast
 from outcore.planning.units.partition import Partition
 from outcore.spec.model import row_major
-from outcore.torch_private import FakeTensorMode, pytree
+from outcore.torch_private import FakeTensor, FakeTensorMode, pytree
 
 
 class Shapes(NamedTuple):
@@ -50,6 +57,8 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
         for weight in cut.quantized:
             parts |= weight.follow(own, undo)
         batch = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), sample)
+        if "position_ids" not in sample:
+            _pack_nothing(undo)
 
         def forward(then: Callable[[list[Any]], None]) -> None:
             lent = _Lent(model, then, Autocast.now(device))
@@ -57,6 +66,15 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
                 torch.func.functional_call(lent, {f"model.{name}": t for name, t in own.items()}, (batch,))
 
         yield Shapes({**own, **parts}, batch, forward)
+
+
+def _pack_nothing(undo: ExitStack) -> None:
+    """Answer for Transformers whether fake rows hold several sequences: see [Note: packed sequences]."""
+    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    find = getattr(masks, name, None)
+    if masks is not None and find is not None:
+        setattr(masks, name, lambda ids: None if isinstance(ids, FakeTensor) else find(ids))
+        undo.callback(setattr, masks, name, find)
 
 
 @contextmanager
