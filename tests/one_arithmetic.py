@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import adagrad
+from torch.optim import adagrad, sgd
 from torch.utils import _pytree as pytree
 
 UPDATES = ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
@@ -29,7 +29,8 @@ def install() -> torch.library.Library:
         for name in (*UPDATES, *(f"{name}.tensor_lr" for name in UPDATES), *NORMS):
             packet, _, overload = name.partition(".")
             kernel = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            library.impl(name, functools.partial(_on_host, kernel), "CUDA")
+            run = functools.partial(_sgd, kernel) if packet == "_fused_sgd_" else kernel
+            library.impl(name, functools.partial(_on_host, kernel, run), "CUDA")
     _let_adagrad_be_fused()
     return library
 
@@ -39,7 +40,7 @@ def is_installed() -> bool:
     return install.cache_info().currsize > 0
 
 
-def _on_host(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+def _on_host(kernel: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the CPU's kernel on copies and copy back what it wrote, in the current stream's order. The host waits."""
     arguments = kernel._schema.arguments
     given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
@@ -50,7 +51,7 @@ def _on_host(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         copies = pytree.tree_map_only(Tensor, lambda t: t.cpu(), given)
         named = {a.name: copies.pop(a.name) for a in arguments if a.kwarg_only and a.name in copies}
-        result = kernel(*copies.values(), **named)
+        result = run(*copies.values(), **named)
         for argument in arguments:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             # The schema marks gradients as written, but only ``grad_scale`` makes a kernel write them.
@@ -62,6 +63,19 @@ def _on_host(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         if mode:
             torch.cuda.set_sync_debug_mode(mode)
+
+
+def _sgd(kernel: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], **options: Any) -> None:
+    """Do without the CPU's kernel where it skips elements, as outcore does in host memory: see ``trains_fused``."""
+    if trains_fused(torch.optim.SGD, params[0].dtype, "cpu"):
+        kernel(params, grads, buffers, **options)
+        return
+    made = [None] * len(params) if options.pop("is_first_step") else list(buffers) or [None] * len(params)
+    scaling = (options.pop("grad_scale", None), options.pop("found_inf", None))  # nothing in bf16 is scaled
+    sgd._single_tensor_sgd(params, grads, made, *scaling, has_sparse_grad=False, **options)
+    for buffer, new in zip(buffers, made, strict=False):
+        if buffer is not new:
+            buffer.copy_(new)
 
 
 def _come_back(targets: Any, copies: Any) -> None:

@@ -69,7 +69,7 @@ class Case:
     promised: bool = False  # prepare gets accumulation_steps and, without clipping, clipping=False
     share: float = 0.0  # share of the units that are updated on the device through staging slots
     early: bool = False  # with promised: every unit that can be is updated inside backward
-    in_turn: bool = False  # units whose states are still in slots are not updated first
+    order: str = "usual"  # of updates; "in turn": units whose states are still in slots are not first; or "shuffled"
     depth: int = 1
     offset: int = 0  # where a mixed plan begins in MIXED
     units: tuple[Any, ...] | None = None  # classes or names, instead of the units that are found
@@ -91,7 +91,7 @@ class Case:
             + ["promised"] * self.promised
             + ["early"] * self.early
             + [f"share={self.share:.2g}"] * bool(self.share)
-            + ["in turn"] * self.in_turn
+            + [f"{self.order} order"] * (self.order != "usual")
             + ["minimal"] * self.is_minimal
             + [f"room={self.room}"] * bool(self.room)
             + [f"pieces={self.pieces}"] * (self.pieces > 1)
@@ -127,7 +127,11 @@ class Case:
             share=self.share,
             pieces=self.pieces,
         )
-        plan = dataclasses.replace(plan, kept_bytes=self.room, kept_updated_first=not self.in_turn)
+        first = [unit.name for unit in plan.units] if self.order == "shuffled" else []
+        random.Random(str(self)).shuffle(first)
+        plan = dataclasses.replace(
+            plan, kept_bytes=self.room, kept_updated_first=self.order != "in turn", updated_first=tuple(first)
+        )
         is_plain = self.kind == "fits" and not self.promised and can_be_plain(spec, plan)
         return dataclasses.replace(plan, plain=True, pools=()) if is_plain else plan
 
@@ -245,7 +249,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "promised": (False, True),
     "early": (False, True),
     "share": (0.0, 0.5),
-    "in_turn": (False, True),
+    "order": ("usual", "in turn", "shuffled"),
     "depth": (0, 1, 2),
     "offset": tuple(range(len(MIXED))),
     "room": ROOMS,

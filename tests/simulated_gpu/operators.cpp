@@ -187,6 +187,27 @@ Stack launch_arguments(const Call& call) {
   return made;
 }
 
+// A GPU's kernel converts a 0-dim operand on the device to the dtype of the other one; the CPU's multiplies and adds by
+// it as it is. Returns that dtype, if it differs.
+std::optional<at::ScalarType> dtype_of_number(const Call& call) {
+  static const std::set<std::string> names = {
+      "aten::mul", "aten::mul_", "aten::div", "aten::div_", "aten::add", "aten::add_", "aten::sub", "aten::sub_"};
+  if (names.count(call.name) == 0 || !call.arguments[0].isTensor() || !call.arguments[1].isTensor()) return std::nullopt;
+  at::Tensor first = call.arguments[0].toTensor(), number = call.arguments[1].toTensor();
+  bool is_rounded = at::isReducedFloatingType(first.scalar_type()) && first.dim() > 0 && number.dim() == 0 &&
+      is_on_device(number) && !number.is_complex() && number.scalar_type() != first.scalar_type();
+  return is_rounded ? std::optional<at::ScalarType>(first.scalar_type()) : std::nullopt;
+}
+
+// Runs a call at its turn on the stream, when the bytes are there.
+Stack run_at_turn(const c10::OperatorHandle& op, Stack arguments, std::optional<at::ScalarType> number) {
+  if (number) {
+    c10::impl::ExcludeDispatchKeyGuard guard(kBelowAutograd);
+    arguments[1] = arguments[1].toTensor().to(*number);
+  }
+  return run_on_cpu(op, std::move(arguments));
+}
+
 double compute_s(const Call& call) {
   int64_t nbytes = 0;
   for (const IValue& value : call.arguments) for_each_tensor(value, [&](const at::Tensor& t) { nbytes += bytes_of(t); });
@@ -281,7 +302,9 @@ void wait_and_fill(Call& call, Stack* stack) {
 void mutate(Call& call, Stack* stack) {
   bool has_out = call.schema.is_mutable() && call.schema.arguments().back().is_out();
   if (has_out && !resize_outputs(call)) return wait_and_fill(call, stack);
-  launch(call.name, compute_s(call), [op = call.op, arguments = launch_arguments(call)] { run_on_cpu(op, arguments); });
+  launch(call.name, compute_s(call), [op = call.op, arguments = launch_arguments(call), number = dtype_of_number(call)] {
+    run_at_turn(op, arguments, number);
+  });
   for (size_t i = 0; i < call.schema.returns().size(); ++i) {
     const IValue* source = aliased_argument(call.schema, i, call.arguments);
     TORCH_CHECK(source != nullptr, "simulated GPU: no argument for a result of ", call.name);
@@ -312,8 +335,9 @@ void compute(Call& call, Stack results, Stack* stack) {
   std::vector<at::Tensor> targets;
   for (const at::Tensor& each : tensors_of(made)) targets.push_back(each.defined() ? device_bytes(each) : each);
   for (IValue& value : made) stack->push_back(value);
-  launch(call.name, compute_s(call), [op = call.op, arguments = launch_arguments(call), targets = std::move(targets)] {
-    std::vector<at::Tensor> sources = tensors_of(run_on_cpu(op, arguments));
+  auto number = dtype_of_number(call);
+  launch(call.name, compute_s(call), [op = call.op, arguments = launch_arguments(call), number, targets = std::move(targets)] {
+    std::vector<at::Tensor> sources = tensors_of(run_at_turn(op, arguments, number));
     for (size_t i = 0; i < targets.size(); ++i) {
       at::Tensor target = targets[i], source = sources[i];
       // One of the two leaves out results that are not needed: gradients by their mask, unused statistics.

@@ -100,6 +100,11 @@ def stepper_for(hyper: FusedHyper, device: torch.device, dtype: torch.dtype) -> 
     return _steppers[key]
 
 
+def is_fused(hyper: FusedHyper, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a fused kernel updates with these settings, and not the single operations of an optimizer."""
+    return stepper_for(hyper, device, dtype) is not _public_plain
+
+
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Take the 2-norm of each tensor, bit for bit as ``torch.nn.utils.clip_grad_norm_`` does for plain gradients.
 

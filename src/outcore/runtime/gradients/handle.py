@@ -3,6 +3,11 @@
 A handle gives the gradient's norm, remembers factors from clipping and loss scaling, and can be zeroed, all without
 moving the gradient. So ``torch.nn.utils.clip_grad_norm_``, ``GradScaler`` and every way of zeroing work unchanged. Any
 other use fetches the gradient, see [Note: on demand].
+
+[Note: rounded factors] A GPU's kernel that multiplies by a tensor of one element on the device first converts that to
+the dtype of the other tensor. A CPU's kernel does not, and neither converts a number in host memory. A model of bf16
+with a few fp32 parameters has a norm, and so a clip factor, in fp32. So factors that come from a GPU are rounded at
+once, and an update on the host multiplies by the same number.
 """
 
 from __future__ import annotations
@@ -64,10 +69,15 @@ class GradHandle(DistantTensor):
         """Replace what is stored."""
         self.owner.replace_gradient(self, value)
 
-    def scale_by(self, factor: torch.Tensor | float) -> Self:
-        """Remember a factor. Tensors, of one element, are copied: GradScaler changes its own in place."""
+    def scale_by(self, factor: torch.Tensor | float, dtype: torch.dtype | None = None) -> Self:
+        """Remember a factor. Tensors, of one element, are copied: GradScaler changes its own in place.
+
+        Args:
+            factor: The factor.
+            dtype: To which a tensor is rounded; None: its own.
+        """
         if isinstance(factor, torch.Tensor):
-            self.factors.append(self.owner.store.snapshot(factor))
+            self.factors.append(self.owner.store.snapshot(factor, dtype or factor.dtype))
         else:
             self.factors.append(torch.tensor(factor, dtype=torch.float64, device="cpu"))  # no copy, no wait
         return self
@@ -113,7 +123,12 @@ def _is_as_a_number(handle: GradHandle, value: torch.Tensor | float) -> bool:
 
 
 def _multiply(handle: GradHandle, factor: torch.Tensor | float) -> GradHandle:
-    return handle.scale_by(factor) if _is_as_a_number(handle, factor) else NotImplemented
+    """Remember a factor, if it is one. See [Note: rounded factors]."""
+    if not _is_as_a_number(handle, factor):
+        return NotImplemented
+    dtype = handle.owner.unit.gradient_form.update_dtypes[handle.index]
+    is_rounded = isinstance(factor, torch.Tensor) and not factor.is_cpu and dtype.is_floating_point
+    return handle.scale_by(factor, dtype if is_rounded else None)
 
 
 def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:

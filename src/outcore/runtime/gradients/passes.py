@@ -72,24 +72,27 @@ class Gradients:
         """Autograd's tasks, each with its end callback. Autograd alone holds that, so it lives as long as the task."""
         self._breaking_off = threading.RLock()  # by autograd's thread, or by the one that notices first
         self._num_passes = 0
-        self._last_factor: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        self._last_factor: tuple[torch.Tensor, int, dict[torch.dtype, torch.Tensor]] | None = None
         self._open: dict[str, UnitGradients] = {}
         self.on_last: Callable[[UnitGradients], None] = _nothing
         """Called when the last promised gradient of a unit that is updated early is on its way home."""
         self.is_infinite: bool | None = None
         """What ``GradScaler`` found in the gradients of the last pass, if the host knows."""
 
-    def snapshot(self, factor: torch.Tensor) -> torch.Tensor:
-        """Copy a factor. Clipping multiplies all gradients by the same one, so one copy serves all.
+    def snapshot(self, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Copy a factor. Clipping multiplies all gradients by the same one, so one copy of each dtype serves all.
 
         A factor in host memory is compared by value, too: an edit through ``data`` does not count as a version.
         """
         if factor.is_inference():  # it counts no versions
-            return factor.clone().reshape(())
-        known = self._last_factor
-        if known is None or known[0] is not factor or known[1] != factor._version or _differs(factor, known[2]):
-            known = self._last_factor = (factor, factor._version, factor.detach().clone().reshape(()))
-        return known[2]
+            return factor.to(dtype, copy=True).reshape(())
+        known, own = self._last_factor, factor.dtype
+        if known is None or known[0] is not factor or known[1] != factor._version or _differs(factor, known[2][own]):
+            copies = {own: factor.detach().clone().reshape(())}
+            known = self._last_factor = (factor, factor._version, copies)
+        if dtype not in known[2]:
+            known[2][dtype] = known[2][own].to(dtype)
+        return known[2][dtype]
 
     # What calls of units and autograd's own accumulation give.
 

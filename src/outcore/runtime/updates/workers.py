@@ -7,6 +7,9 @@ of 105M parameters on an H200 took 0.16 to 0.175 s, and 0.104 to 0.114 s with on
 s instead of 0.113 s, launching a forward beside them 0.012 to 0.020 s instead of 0.094 s. Where the host computes, the
 training loop has ATen threads of its own. There a team of two made steps on two cores 1.01 to 1.20 times as long.
 
+Teams run fused kernels alone. ATen cuts those between threads at whole vectors, and other operations anywhere. The last
+elements of each part are computed one by one there, which rounds otherwise for some functions.
+
 [Note: whole parameters] A rule that needs whole parameters sums over them, and the number of ATen threads changes the
 bits of sums. So these parameters are updated one after another, by a thread with as many ATen threads as the training
 loop's.
@@ -35,6 +38,8 @@ from outcore.device.threads import start_threads
 from outcore.memory.topology import Topology, read_topology
 from outcore.optim.blocks import Piece, split, update_blocks
 from outcore.optim.formats import forget_noise
+from outcore.optim.kernels import is_fused
+from outcore.optim.rules import RuleHyper
 from outcore.optim.sums import Work
 from outcore.runtime.updates.block_sizes import USUAL_BYTES, BlockSizes, kind_of
 
@@ -109,15 +114,23 @@ class UpdateWorkers(Closing):
             StoppedError: ``stop`` was called first.
         """
         whole = [piece for piece in pieces if piece.is_whole]
-        parts = [piece for piece in pieces if not piece.is_whole]
-        numel, queues = sum(piece.target.numel() for piece in parts), self._teams or self._queues
+        teamed, alone = list[Piece](), list[Piece]()
+        for piece in pieces:
+            if not piece.is_whole:
+                (teamed if self._teams and _is_fused(piece) else alone).append(piece)
+        if teamed:
+            self._share_out(teamed, self._teams)
+        if alone or not teamed:
+            self._share_out(alone, self._queues)
+        if whole:
+            self._deal([partial(_update, whole, self._is_stopped.is_set)], [self._whole])
+
+    def _share_out(self, parts: Sequence[Piece], queues: Sequence[SimpleQueue[_Share | None]]) -> None:
+        numel, stopped, kind = sum(piece.target.numel() for piece in parts), self._is_stopped.is_set, kind_of(parts)
         shares = split(parts, max(1, min(len(queues), numel // LEAST_SHARE_NUMEL))) if parts else []
-        stopped, kind = self._is_stopped.is_set, kind_of(parts)
         nbytes, start_s = self.sizes.take(kind), time.perf_counter()
         self._deal([partial(_update, share, stopped) for share in shares], queues, nbytes)
         self.sizes.took(kind, nbytes, numel, time.perf_counter() - start_s)
-        if whole:
-            self._deal([partial(_update, whole, stopped)], [self._whole])
 
     def run_all(self, works: Sequence[Work]) -> None:
         """Deal works out to the workers and wait for them. Each work gets the scratch of its worker.
@@ -159,6 +172,13 @@ class UpdateWorkers(Closing):
             thread.join()
         if is_idle:
             self._lock.release()
+
+
+def _is_fused(piece: Piece) -> bool:
+    """Whether a fused kernel alone updates it: see [Note: teams]."""
+    if piece.codes is not None or isinstance(piece.hyper, RuleHyper):
+        return False
+    return is_fused(piece.hyper, piece.target.device, piece.update_dtype)
 
 
 def worker_cpus(
