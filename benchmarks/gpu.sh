@@ -3,7 +3,8 @@
 #
 #   bash benchmarks/gpu.sh [section ...]
 #
-# Sections, the most valuable first: tests large_3b large_7b_24 large_7b_80 early deepspeed step update disk sanitizer.
+# Sections, the most valuable first: tests predict large_3b large_7b_24 large_7b_80 early deepspeed step update disk
+# sanitizer.
 # Each section writes to $OUT (default: benchmarks/reports/gpu): <section>.json or .txt, its messages in <section>.log,
 # and pictures of steps as .svg. $OUT/done.txt lists the finished sections, which are not run again. $OUT/failed.txt
 # lists those that began but did not finish: they come after all others. A section that might not end within $LIMIT_S
@@ -49,6 +50,7 @@ if [ -z "${TINY:-}" ]; then
   middle=(--tokens 16384 --steps 3 --recorded-steps 1 --svg "$out")
   step=(--turns 3 --steps 2 --batch-size 8 --seq-len 1024)
   update=(--repeats 5 --rules lion adamw:8bit) disk=(--nbytes 4GiB)  # other rules take longer than the section may
+  predict=(--layers 8 --hidden 1024 --batch-size 16 --lengths 512 2048 --steps 2)
   tests="" sanitized="delays and window or plain_bits and gpt2 and recompute"
 else
   tiny=(--layers 2 --hidden 64 --intermediate 160 --heads 2 --kv-heads 1 --vocabulary 1000 --seq-len 32)
@@ -60,6 +62,7 @@ else
   middle=("${short[@]}")
   step=(--turns 1 --steps 1 --layers 2 --hidden 64 --vocabulary 97 --batch-size 1 --seq-len 16)
   update=(--repeats 2 --numel 300000) disk=(--nbytes 8MiB --extent 4MiB --repetitions 1)
+  predict=(--layers 2 --hidden 64 --lengths 16 --steps 1 --quick)
   tests="not delays" sanitized="plain_bits and gpt2 and recompute"
 fi
 
@@ -85,7 +88,7 @@ run() { # run SECTION SECONDS EXTENSION COMMAND...
 }
 
 wanted=("$@")
-[ ${#wanted[@]} -gt 0 ] || wanted=(tests large_3b large_7b_24 large_7b_80 early deepspeed step update disk sanitizer)
+[ ${#wanted[@]} -gt 0 ] || wanted=(tests predict large_3b large_7b_24 large_7b_80 early deepspeed step update disk sanitizer)
 mapfile -t wanted < <(
   printf '%s\n' "${wanted[@]}" | grep -vxFf "$out/failed.txt"
   printf '%s\n' "${wanted[@]}" | grep -xFf "$out/failed.txt"
@@ -100,6 +103,9 @@ trap 'rm -rf "$scratch"' EXIT
 for section in "${wanted[@]}"; do
   case $section in
     tests) run tests 200 txt "${pytest[@]}" "${workers[@]}" tests/gpu -k "$tests" ;;
+    predict)
+      run predict 170 json "${python[@]}" benchmarks/predict.py --what models --precision bf16 \
+        --policies keep recompute "${predict[@]}" --disk "$scratch" ;;
     large_3b)
       run large_3b 320 json "${python[@]}" benchmarks/large.py --shape 3b "${large[@]}" --device-memory $cap24 $cap80 \
         --against plain --disk "$scratch" ;;

@@ -1,6 +1,7 @@
 """Predicted steps compared with real ones. Every prediction is recorded before the first step of its case.
 
-Prints one JSON object, and on standard error a line per prediction and per measurement, as they come.
+Prints one JSON object, also if it is stopped, and on standard error a line per prediction and per measurement, as they
+come.
 
 ``throttled``: rows of blocks that sleep, as in ``overlap.py``, with lanes of random speed. The machine is measured by
 the probe, which does not know these speeds; it is told how long blocks sleep. ``models``: small
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -215,7 +218,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--homes", nargs="*", default=[*HOMES], choices=[*HOMES], help="of everything but activations")
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--precision", choices=DTYPES, default="fp32", help="of models")
-    parser.add_argument("--device", default="cpu", help="that models run on")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="that models run on")
     parser.add_argument("--quick", action="store_true", help="measure the machine in little time")
     parser.add_argument("--disk", type=Path, default=Path(), help="folder of the disk tier")
     return parser.parse_args()
@@ -225,15 +228,32 @@ def main() -> None:
     """Run the benchmark."""
     args = arguments()
     results: dict[str, Any] = {}
+
+    @functools.cache  # only once
+    def report() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print(json.dumps({"benchmark": "predict", "results": results, **context("transformers")}), flush=True)
+
+    def stop(*_: object) -> None:
+        report()  # before closing, which may take a while
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, stop)  # ``timeout`` sends SIGTERM
     if "throttled" in args.what:
-        lines = list(throttled(args))
-        results["throttled"] = {**summary(lines), "lines": lines}
+        collect(results, "throttled", throttled(args))
     if "models" in args.what:
         effort = Effort(window_s=0.01, buffer_bytes=2**21, sizes=(2**16, 2**20), disk_bytes=2**22, steps=4)
         hardware = measure(partial(open_device, args.device), [args.disk], effort if args.quick else WHOLE)
-        lines = list(models(args, hardware))
-        results["models"] = {**summary(lines), "lines": lines, "machine": json.loads(hardware.to_json())}
-    print(json.dumps({"benchmark": "predict", "results": results, **context("transformers")}))
+        collect(results, "models", models(args, hardware), machine=json.loads(hardware.to_json()))
+    report()
+
+
+def collect(results: dict[str, Any], name: str, found: Iterator[dict[str, Any]], **more: Any) -> None:
+    """Keep what was found, as it comes."""
+    lines: list[dict[str, Any]] = []
+    for line in found:
+        lines.append(line)
+        results[name] = {**summary(lines), "lines": lines, **more}
 
 
 if __name__ == "__main__":
