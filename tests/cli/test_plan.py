@@ -390,11 +390,15 @@ def test_files_that_cannot_be_written_are_refused_before_the_search(
 
 def test_damaged_hardware_and_unknown_models(command: Run, config_json: Path, tmp_path: Path):
     machine = json.loads(known_hardware("h100").to_json())
-    machine["bus"]["h2d_bytes_per_s"] = -1
-    (tmp_path / "hardware.json").write_text(json.dumps(machine))
-    done = command("plan", "--model", config_json, "--hardware", tmp_path / "hardware.json")
-    assert (done.status, done.out) == (2, "")
-    assert "bus: h2d_bytes_per_s: expected a number" in done.err
+    for part, name, value, message in (
+        ("bus", "h2d_bytes_per_s", -1, "bus: h2d_bytes_per_s: expected a number"),
+        ("device", "memory_bytes", 1, "--device-memory: expected more than 0 bytes, but got 0.9 from 'h100'"),
+    ):
+        changed = {**machine, part: {**machine[part], name: value}}
+        (tmp_path / "hardware.json").write_text(json.dumps(changed))
+        done = command("plan", "--model", config_json, "--hardware", tmp_path / "hardware.json")
+        assert (done.status, done.out) == (2, "")
+        assert message in done.err
     done = command("plan", "--model", tmp_path / "nothing", "--hardware", "h100")
     assert (done.status, done.out) == (2, "")
 
