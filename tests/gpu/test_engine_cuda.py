@@ -161,6 +161,45 @@ def test_updates_of_both_devices_differ_by_the_rounding_of_a_kernel(
     assert max(gaps) < 1e-6
 
 
+FACTOR = 3.3
+
+
+def scaled(change: str, params: list[torch.nn.Parameter], loss: torch.Tensor) -> None:
+    """Backward, with another scale of the gradients."""
+    if change == "scaler":
+        scaler = torch.amp.GradScaler("cuda", init_scale=1000 * FACTOR)  # no power of two, so that unscaling rounds
+        scaler.scale(loss).backward()
+        scaler.unscale_(torch.optim.SGD(params))
+        return
+    loss.backward()
+    factor = torch.tensor(FACTOR, device="cpu" if "host" in change else "cuda")
+    for p in params:
+        p.grad.mul_(factor) if "multiply" in change else p.grad.div_(factor)
+
+
+@pytest.mark.filterwarnings("ignore:torch._fused_sgd_:RuntimeWarning")
+@pytest.mark.parametrize("change", ["multiply", "multiply by host", "divide", "scaler"])
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_factors_are_rounded_wherever_a_gradient_is(kind: str, change: str, tmp_path: Path) -> None:
+    """A weight minus a gradient rounds alike on the host and on the device, so a difference is one of factors."""
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(7)
+        for batch in batches(1)[:2]:
+            scaled(change, [*model.parameters()], model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    want, model = (build("llama", BF16).train() for _ in range(2))
+    train(want.cuda(), torch.optim.SGD(want.parameters(), lr=1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plan = forced(model, optimizer, kind, precision="pure_bf16")[1]
+    budget = outcore.Budget(disk=str(tmp_path))
+    with prepare_for_test(model, optimizer, plan=plan, budget=budget, precision="pure_bf16", device="cuda") as prepared:
+        train(*prepared)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(want.parameters(), model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "micro_batches", "policy"),
     [

@@ -166,7 +166,7 @@ def test_any_cut_gives_the_same_bits(numels, block, workers, name, dtype, factor
     for step in (1, 2):
         grads = [random(n, step * 7 + n, dtype) for n in numels]
         plain.step(grads, factors)
-        for share in split(blocked.pieces(step, grads, factors=factors), workers):
+        for share in split(blocked.pieces(step, grads, factors=factors), [1] * workers):
             update_blocks(share, scratch_of(block, torch.float32))
     assert_same_bits(blocked.tensors(), plain.tensors(blocked.names))
     assert_same_bits(blocked.weights, [p.detach().bfloat16() for p in plain.params])
@@ -178,7 +178,7 @@ def test_split_covers_everything_once_and_evenly(numels, workers):
     hyper = SgdHyper(lr=1.0, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False)
     targets = [torch.zeros(n) for n in numels]
     pieces = [Piece(target=t, grad=t, states={}, weights=None, step=1, hyper=hyper) for t in targets]
-    shares = split(pieces, workers)
+    shares = split(pieces, [1] * workers)
     assert len(shares) == workers
     for piece in (piece for share in shares for piece in share):
         assert piece.target.storage_offset() % CUT_NUMEL == 0

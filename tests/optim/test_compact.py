@@ -176,7 +176,7 @@ class Run:
             factors=(torch.tensor(0.5),) if number == 2 else (),
         )
         scratch = torch.full((scratch_bytes,), 0xFF, dtype=torch.uint8)
-        for share in [[piece]] if piece.is_whole else split([piece], workers):
+        for share in [[piece]] if piece.is_whole else split([piece], [1] * workers):
             update_blocks(share, scratch)
 
     def seen(self):

@@ -48,7 +48,7 @@ class Run:
         given = {"target": self.target, "states": self.states, "hyper": self.hyper, "codes": self.codes}
         piece = Piece(grad=grad, weights=None, step=number, numbers=self.numbers, **given)
         scratch = torch.full((scratch_bytes,), 0xFF, dtype=torch.uint8)
-        for share in split([piece], workers):
+        for share in split([piece], [1] * workers):
             update_blocks(share, scratch)
 
     def bits(self):

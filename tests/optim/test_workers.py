@@ -102,7 +102,7 @@ def test_a_team_gives_the_bits_of_one_thread(name, dtype, monkeypatch):
 
 
 def test_a_team_has_the_threads_of_its_node(monkeypatch):
-    """A team is bound to its node, has a scratch for each thread, and leaves everybody else's threads alone."""
+    """It is bound to its node, has scratch and work for each thread, and leaves everybody else's threads alone."""
     cpu = min(os.sched_getaffinity(0))
     topology = Topology((Node(frozenset({cpu}), 3), Node(frozenset({10**5}), 2)), None)
     monkeypatch.setattr("outcore.runtime.updates.workers.read_topology", lambda: topology)
@@ -110,14 +110,16 @@ def test_a_team_has_the_threads_of_its_node(monkeypatch):
 
     def look(share, scratch, is_stopped):
         both.wait()
-        seen.append((torch.get_num_threads(), scratch.numel() // USUAL_BYTES, len(os.sched_getaffinity(0))))
+        numel = sum(piece.target.numel() for piece in share)
+        seen.append((torch.get_num_threads(), scratch.numel() // USUAL_BYTES, len(os.sched_getaffinity(0)), numel))
 
     monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", look)
     count, everywhere = torch.get_num_threads(), len(os.sched_getaffinity(0))
     with UpdateWorkers(in_teams=True) as workers:
-        workers.run(Blocked(OPTIMIZERS["adamw"], (2 * LEAST_SHARE_NUMEL,)).pieces(1, [None]))
+        workers.run(Blocked(OPTIMIZERS["adamw"], (5 * LEAST_SHARE_NUMEL,)).pieces(1, [None]))
         assert workers.num_workers == 5
-    assert sorted(seen) == [(2, 2, everywhere), (3, 3, 1)]  # the second node has no such CPU
+    sizes = [size * LEAST_SHARE_NUMEL for size in (2, 3)]
+    assert sorted(seen) == [(2, 2, everywhere, sizes[0]), (3, 3, 1, sizes[1])]  # the second node has no such CPU
     assert torch.get_num_threads() == count
 
 
@@ -348,7 +350,7 @@ def test_updates_look_for_it(monkeypatch):
             grads = [random(n, step, torch.float32) for n in numels]
             plain.step(grads, ())
             pieces = blocked.pieces(step, grads)
-            taken.append(workers.sizes.take(kind_of(pieces)))
+            taken.append(workers.sizes.take((False, kind_of(pieces))))
             workers.run(pieces)
     assert set(taken) == {USUAL_BYTES // 2, USUAL_BYTES, 2 * USUAL_BYTES}
     assert_same_bits(blocked.tensors(), plain.tensors(blocked.names))

@@ -31,7 +31,8 @@ SIDE_BY_SIDE = 2
 ENGINE = (
     "test_delays_on_each_lane and early and (None or H2D or D2H or WRITE_BACK) or test_updates_inside and -1- or "
     "test_first_loss and host or test_states_on and not dtype0 and not dtype2 or test_states_that and dtype1 or "
-    "test_overlap_off or test_three_steps or test_a_recompute or test_device_memory or test_where_everything"
+    "test_overlap_off or test_three_steps or test_a_recompute or test_device_memory or test_where_everything or "
+    "test_factors_are"
 )
 PARITY = (
     "test_all_lanes_late and not patchwork-disk and not llama-device and not gpt2-resident or "

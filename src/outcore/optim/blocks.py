@@ -388,14 +388,18 @@ def _gradient(piece: Piece, grad: Tensor | None, room: Tensor) -> Tensor:
     return room
 
 
-def split(pieces: Sequence[Piece], num_shares: int) -> list[list[Piece]]:
-    """Cut pieces into shares of equal numbers of elements, in order. The same pieces are always cut in the same way.
+def split(pieces: Sequence[Piece], weights: Sequence[int]) -> list[list[Piece]]:
+    """Cut pieces into shares, in order. The same pieces are always cut in the same way.
 
     A piece may be cut at multiples of its ``cut_numel``. Shares are empty if there is too little work.
+
+    Args:
+        pieces: The pieces.
+        weights: For each share, in proportion to what it gets elements.
     """
     total = sum(piece.target.numel() for piece in pieces)
-    ends = [-(-total * (i + 1) // num_shares) for i in range(num_shares)]
-    shares: list[list[Piece]] = [[] for _ in range(num_shares)]
+    ends = [-(-total * weight // sum(weights)) for weight in itertools.accumulate(weights)]
+    shares: list[list[Piece]] = [[] for _ in weights]
     done = 0
     for piece in pieces:
         numels, owners, cut = [], [], piece.cut_numel

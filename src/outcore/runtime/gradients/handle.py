@@ -4,10 +4,11 @@ A handle gives the gradient's norm, remembers factors from clipping and loss sca
 moving the gradient. So ``torch.nn.utils.clip_grad_norm_``, ``GradScaler`` and every way of zeroing work unchanged. Any
 other use fetches the gradient, see [Note: on demand].
 
-[Note: rounded factors] A GPU's kernel that multiplies by a tensor of one element on the device first converts that to
+[Note: rounded factors] A GPU's kernel that multiplies or divides by a 0-dim tensor on the device first converts that to
 the dtype of the other tensor. A CPU's kernel does not, and neither converts a number in host memory. A model of bf16
 with a few fp32 parameters has a norm, and so a clip factor, in fp32. So factors that come from a GPU are rounded at
-once, and an update on the host multiplies by the same number.
+once, and an update on the host multiplies by the same number. Torch's kernel that unscales gradients rounds no scale.
+So that of a ``GradScaler`` becomes a number in host memory, which no kernel rounds.
 """
 
 from __future__ import annotations
@@ -122,13 +123,16 @@ def _is_as_a_number(handle: GradHandle, value: torch.Tensor | float) -> bool:
     return dtype in (handle.dtype, form.update_dtypes[handle.index])
 
 
+def _rounded_to(handle: GradHandle, factor: torch.Tensor | float) -> torch.dtype | None:
+    """Return the dtype to which a factor is rounded; None: its own. See [Note: rounded factors]."""
+    dtype = handle.owner.unit.gradient_form.update_dtypes[handle.index]
+    return dtype if isinstance(factor, torch.Tensor) and not factor.is_cpu and dtype.is_floating_point else None
+
+
 def _multiply(handle: GradHandle, factor: torch.Tensor | float) -> GradHandle:
-    """Remember a factor, if it is one. See [Note: rounded factors]."""
     if not _is_as_a_number(handle, factor):
         return NotImplemented
-    dtype = handle.owner.unit.gradient_form.update_dtypes[handle.index]
-    is_rounded = isinstance(factor, torch.Tensor) and not factor.is_cpu and dtype.is_floating_point
-    return handle.scale_by(factor, dtype if is_rounded else None)
+    return handle.scale_by(factor, _rounded_to(handle, factor))
 
 
 def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
@@ -142,10 +146,13 @@ def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
         and float(divisor).hex().startswith(("0x1.0000000000000p", "-0x1.0000000000000p"))
     ):
         return handle.scale_by(1.0 / divisor)
+    dtype = _rounded_to(handle, divisor)
 
     def divide(gradient: torch.Tensor) -> torch.Tensor:
         """Divide the gradient wherever it rests; the divisor may be on the device."""
-        return gradient.div_(divisor.to(gradient.device) if isinstance(divisor, torch.Tensor) else divisor)
+        if not isinstance(divisor, torch.Tensor):
+            return gradient.div_(divisor)
+        return gradient.div_(divisor.to(gradient.device, dtype or divisor.dtype))
 
     handle.owner.change_gradient(handle, divide)
     return handle
@@ -189,8 +196,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     for handle in handles:
         if handle not in known:
             _look_for_infinities(handle, found_inf)
-    asked = (inverse_scale, found_inf, *known.values()) if known else ()
-    scale, found, *values = torch.stack([t.double() for t in asked]).tolist() if known else (0.0, math.nan)
+    scale, found, *values = torch.stack([t.double() for t in (inverse_scale, found_inf, *known.values())]).tolist()
     norms = dict(zip(known, values, strict=True))
     for handle in handles:
         norm = norms.get(handle, math.inf)
@@ -200,7 +206,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
         if scale == 1:
             continue
         is_power_of_two = math.frexp(scale)[0] == 0.5
-        handle.scale_by(scale if is_power_of_two else inverse_scale)
+        handle.scale_by(scale)
         if is_power_of_two and (_LEAST_NORM <= norm * scale < math.inf or (norm == 0 and scale <= 1)):
             handle.exact = handle.factors[0], scale
     handles[0].owner.store.is_infinite = None if math.isnan(found) else bool(found)

@@ -1,14 +1,16 @@
 """Worker threads of the CPU update: k threads with one ATen thread and one scratch each, or teams.
 
-[Note: teams] While an accelerator computes, a team per NUMA node does the updates: one Python thread with as many ATen
-threads as the node has cores. Kernels leave Python's lock alone, but a thread needs it between two kernels. With 15
-single threads on 16 cores, these and the thread that launches an accelerator's kernels kept one another waiting. Steps
-of 105M parameters on an H200 took 0.16 to 0.175 s, and 0.104 to 0.114 s with one or two teams of 7 to 15: updates 0.057
-s instead of 0.113 s, launching a forward beside them 0.012 to 0.020 s instead of 0.094 s. Where the host computes, the
-training loop has ATen threads of its own. There a team of two made steps on two cores 1.01 to 1.20 times as long.
+[Note: teams] While an accelerator computes, fused updates are done by a team per NUMA node: one Python thread with as
+many ATen threads as the node has cores for updates. Kernels leave Python's lock alone, but a thread needs it between
+two kernels. 15 single threads on 16 cores delayed one another, and the thread that launches the accelerator's kernels.
+On an H200 a step of 105M parameters took 0.156 to 0.175 s with them. With one thread of 15 ATen threads in their place
+it took 0.107 s: its updates 0.058 s instead of 0.112 to 0.117 s, and launching a forward beside them 0.018 s instead of
+0.094 to 0.100 s. Where the host computes, the training loop has ATen threads of its own. There a team of two made steps
+on two cores 1.01 to 1.20 times as long.
 
-Teams run fused kernels alone. ATen cuts those between threads at whole vectors, and other operations anywhere. The last
-elements of each part are computed one by one there, which rounds otherwise for some functions.
+ATen cuts fused kernels between threads at whole vectors, and other operations anywhere. The last elements of a part are
+computed one by one, which rounds differently for some functions. A team does only casts and products beside the fused
+kernels, and those round every element alike. Rules and formats are left to single threads.
 
 [Note: whole parameters] A rule that needs whole parameters sums over them, and the number of ATen threads changes the
 bits of sums. So these parameters are updated one after another, by a thread with as many ATen threads as the training
@@ -88,6 +90,7 @@ class UpdateWorkers(Closing):
         bodies = [partial(_serve, queue, allowed) for queue, allowed in zip(self._queues, cpus, strict=True)]
         self._threads = start_threads({f"outcore-update-{i}": body for i, body in enumerate(bodies)})
         self._teams: list[SimpleQueue[_Share | None]] = []
+        self._team_sizes = [*Counter(cpus).values()] if in_teams else []
         for i, (allowed, size) in enumerate(Counter(cpus).items() if in_teams else ()):
             self._teams.append(SimpleQueue())
             team = partial(_serve, self._teams[-1], allowed, num_threads=size)
@@ -119,15 +122,20 @@ class UpdateWorkers(Closing):
             if not piece.is_whole:
                 (teamed if self._teams and _is_fused(piece) else alone).append(piece)
         if teamed:
-            self._share_out(teamed, self._teams)
+            self._share_out(teamed, self._teams, self._team_sizes)
         if alone or not teamed:
-            self._share_out(alone, self._queues)
+            self._share_out(alone, self._queues, [1] * self.num_workers)
         if whole:
             self._deal([partial(_update, whole, self._is_stopped.is_set)], [self._whole])
 
-    def _share_out(self, parts: Sequence[Piece], queues: Sequence[SimpleQueue[_Share | None]]) -> None:
-        numel, stopped, kind = sum(piece.target.numel() for piece in parts), self._is_stopped.is_set, kind_of(parts)
-        shares = split(parts, max(1, min(len(queues), numel // LEAST_SHARE_NUMEL))) if parts else []
+    def _share_out(
+        self, parts: Sequence[Piece], queues: Sequence[SimpleQueue[_Share | None]], sizes: Sequence[int]
+    ) -> None:
+        """Deal parts out in proportion to the threads of each queue. Args: sizes: Numbers of threads."""
+        numel, stopped = sum(piece.target.numel() for piece in parts), self._is_stopped.is_set
+        kind = queues is self._teams, kind_of(parts)
+        num_shares = max(1, min(len(queues), numel // LEAST_SHARE_NUMEL)) if parts else 0
+        shares = split(parts, sizes[:num_shares])
         nbytes, start_s = self.sizes.take(kind), time.perf_counter()
         self._deal([partial(_update, share, stopped) for share in shares], queues, nbytes)
         self.sizes.took(kind, nbytes, numel, time.perf_counter() - start_s)
@@ -224,13 +232,13 @@ def _serve(queue: SimpleQueue[_Share | None], cpus: frozenset[int] | None, num_t
     if cpus is not None:
         with suppress(OSError):  # a container may forbid it, or take a core away; then the worker runs anywhere
             os.sched_setaffinity(0, cpus)  # of this thread, and of ATen threads that it starts later
-    scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # first touched here, so in this core's memory
+    scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
     while (item := queue.get()) is not None:
         work, nbytes, ends = item
         nbytes *= num_threads
         try:
             if scratch.numel() < nbytes:
-                scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # first touched by those who use it
             work(scratch[:nbytes])
         except BaseException as error:  # the worker survives whatever a kernel raises; `run` re-raises it
             ends.put(error)

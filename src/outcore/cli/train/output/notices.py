@@ -36,7 +36,7 @@ def notices(*, are_shown: bool = True) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("always")  # the handler drops what was said already
         warnings.simplefilter("ignore", DeprecationWarning)  # meant for the authors of libraries
-        warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # a thread's first work; torch then does it all
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # torch then makes a context itself
         warnings.showwarning = handler.warn
         for log in loggers:
             _set(log, logging.WARNING, [handler], propagate=False)
