@@ -159,6 +159,7 @@ class ModuleGuard:
         if not any(id(p) in self._engine.places for p in module.parameters()):
             return
         refusals = {
+            "zero_grad": _ZeroGrad(module, self._engine),
             "_apply": _RefuseMoves(module, self._engine),
             "__deepcopy__": _RefuseCopies(module),
             "__reduce_ex__": _RefuseCopies(module),
@@ -263,6 +264,23 @@ class _OwnParameters:
             place.put(part)
         self._before.clear()
         self._lent.clear()
+
+
+class _ZeroGrad:
+    """Stands in for ``module.zero_grad``, which also zeroes gradients that a backward left incomplete.
+
+    A backward that ended in an exception may be noticed only later, when autograd's own thread lets go of it. Its
+    gradients would then be incomplete again.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        self._zero_grad, self._engine = module.zero_grad, weakref.ref(engine)
+
+    def __call__(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)
+        engine = self._engine()
+        if engine is not None:
+            engine.notice_what_was_cut_short()
+        self._zero_grad(set_to_none)
 
 
 class _RefuseMoves:
