@@ -222,7 +222,7 @@ def left_in(module):
             value = value.values().clone() if value.is_nested else value.to_dense()
         return value if isinstance(value, torch.Tensor | int | float | str | None) else None
 
-    names = (n for n in module.__dict__ if not n.startswith("_") and n != "forward")
+    names = (n for n in module.__dict__ if not n.startswith("_") and n not in ("forward", "zero_grad"))
     return {n: plain(module.__dict__[n]) for n in names}
 
 

@@ -88,6 +88,7 @@ class ModuleGuard:
         self._undo.append(lambda: engine.model.__dict__.pop(ATTACHMENT, None))
         self._undo.append(engine.model.register_forward_pre_hook(self._before_forward).remove)
         self._undo.append(engine.model.register_forward_hook(self._after_forward, always_call=True).remove)
+        self._put(engine.model, {"zero_grad": _ZeroGrad(engine.model, engine)})
         for prefix, module in engine.model.named_modules():
             self._guard_module(module)
             owned = {
@@ -159,7 +160,6 @@ class ModuleGuard:
         if not any(id(p) in self._engine.places for p in module.parameters()):
             return
         refusals = {
-            "zero_grad": _ZeroGrad(module, self._engine),
             "_apply": _RefuseMoves(module, self._engine),
             "__deepcopy__": _RefuseCopies(module),
             "__reduce_ex__": _RefuseCopies(module),
@@ -267,14 +267,14 @@ class _OwnParameters:
 
 
 class _ZeroGrad:
-    """Stands in for ``module.zero_grad``, which also zeroes gradients that a backward left incomplete.
+    """Stands in for ``model.zero_grad``, which also zeroes gradients that a backward left incomplete.
 
     A backward that ended in an exception may be noticed only later, when autograd's own thread lets go of it. Its
     gradients would then be incomplete again.
     """
 
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
-        self._zero_grad, self._engine = module.zero_grad, weakref.ref(engine)
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._zero_grad, self._engine = model.zero_grad, weakref.ref(engine)
 
     def __call__(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)
         engine = self._engine()

@@ -123,16 +123,18 @@ def _is_as_a_number(handle: GradHandle, value: torch.Tensor | float) -> bool:
     return dtype in (handle.dtype, form.update_dtypes[handle.index])
 
 
-def _rounded_to(handle: GradHandle, factor: torch.Tensor | float) -> torch.dtype | None:
+def _rounded_to(handle: GradHandle, factor: torch.Tensor) -> torch.dtype | None:
     """Return the dtype to which a factor is rounded; None: its own. See [Note: rounded factors]."""
     dtype = handle.owner.unit.gradient_form.update_dtypes[handle.index]
-    return dtype if isinstance(factor, torch.Tensor) and not factor.is_cpu and dtype.is_floating_point else None
+    return dtype if not factor.is_cpu and dtype.is_floating_point else None
 
 
 def _multiply(handle: GradHandle, factor: torch.Tensor | float) -> GradHandle:
     if not _is_as_a_number(handle, factor):
         return NotImplemented
-    return handle.scale_by(factor, _rounded_to(handle, factor))
+    if isinstance(factor, torch.Tensor) and not factor.is_cpu:
+        return handle.scale_by(factor, _rounded_to(handle, factor))
+    return handle.scale_by(factor)
 
 
 def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
@@ -146,13 +148,12 @@ def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
         and float(divisor).hex().startswith(("0x1.0000000000000p", "-0x1.0000000000000p"))
     ):
         return handle.scale_by(1.0 / divisor)
-    dtype = _rounded_to(handle, divisor)
 
     def divide(gradient: torch.Tensor) -> torch.Tensor:
         """Divide the gradient wherever it rests; the divisor may be on the device."""
         if not isinstance(divisor, torch.Tensor):
             return gradient.div_(divisor)
-        return gradient.div_(divisor.to(gradient.device, dtype or divisor.dtype))
+        return gradient.div_(divisor.to(gradient.device, _rounded_to(handle, divisor) or divisor.dtype))
 
     handle.owner.change_gradient(handle, divide)
     return handle

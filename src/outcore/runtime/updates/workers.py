@@ -117,10 +117,9 @@ class UpdateWorkers(Closing):
             StoppedError: ``stop`` was called first.
         """
         whole = [piece for piece in pieces if piece.is_whole]
-        teamed, alone = list[Piece](), list[Piece]()
-        for piece in pieces:
-            if not piece.is_whole:
-                (teamed if self._teams and _is_fused(piece) else alone).append(piece)
+        parts = [piece for piece in pieces if not piece.is_whole]
+        teamed = [piece for piece in parts if _is_fused(piece)] if self._teams else []
+        alone = [piece for piece in parts if not _is_fused(piece)] if self._teams else parts
         if teamed:
             self._share_out(teamed, self._teams, self._team_sizes)
         if alone or not teamed:
