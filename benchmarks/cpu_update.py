@@ -201,7 +201,8 @@ def main() -> None:
     args = parser.parse_args()
     args.numel -= args.numel % COLUMNS
     buffers, skipped = Buffers(args.numel), {}
-    with UpdateWorkers(args.workers, has_whole=True) as workers:
+    in_teams = torch.cuda.is_available()  # as in a run beside it
+    with UpdateWorkers(args.workers, has_whole=True, in_teams=in_teams) as workers:
         contestants = {
             "blocked": blocked(buffers, workers),
             "stream": stream(buffers),
@@ -222,6 +223,7 @@ def main() -> None:
         "numel": n,
         "repeats": args.repeats,
         "num_workers": workers.num_workers,
+        "in_teams": in_teams,
         "is_processor_time": args.processor_time,
         "aten_threads_of_others": torch.get_num_threads(),
         "scratch_bytes_per_worker": {str(kind): workers.sizes.take(kind) for kind in workers.sizes.kinds},

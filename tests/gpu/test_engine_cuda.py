@@ -153,12 +153,12 @@ def test_updates_of_both_devices_differ_by_the_rounding_of_a_kernel(
 
     From the second step on gradients differ as well, and AdamW makes a large update of a gradient near zero.
     """
-    for steps in (2, 1):
+    for steps, most in ((2, 1e-3), (1, 1e-6)):
         monkeypatch.setattr(f"{__name__}.STEPS", steps)
         weights = [streamed(build("llama", FP32), tmp_path, kind, 1)[1] for kind in ("device", "host")]
         gaps = [((a.cpu() - b.cpu()).abs().max() / a.abs().max().cpu()).item() for a, b in zip(*weights, strict=True)]
         print(f"updated on the device and on the host, {steps} steps: {max(gaps):.1e} of the largest weight")
-    assert max(gaps) < 1e-6
+        assert max(gaps) < most
 
 
 FACTOR = 3.3

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import outcore
+from outcore.runtime.module_guard import ATTACHMENT
 from outcore.runtime.recompute.checks import FIRST_CALLS
 
 from .rig import DEVICE, IS_SIMULATED, KINDS, WIDTH, Tower, adamw, batch, make, prepared, same, train
@@ -222,7 +223,8 @@ def left_in(module):
             value = value.values().clone() if value.is_nested else value.to_dense()
         return value if isinstance(value, torch.Tensor | int | float | str | None) else None
 
-    names = (n for n in module.__dict__ if not n.startswith("_") and n not in ("forward", "zero_grad"))
+    ours = {"forward", "zero_grad"} if ATTACHMENT in module.__dict__ else {"forward"}
+    names = (n for n in module.__dict__ if not n.startswith("_") and n not in ours)
     return {n: plain(module.__dict__[n]) for n in names}
 
 

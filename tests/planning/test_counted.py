@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import ExitStack
+
 import pytest
 import torch
 import transformers
@@ -12,6 +15,7 @@ from transformers import masking_utils
 from outcore.core.errors import ConfigError
 from outcore.planning.forward.alike import Shape, kind_of
 from outcore.planning.forward.calls import calls_of
+from outcore.planning.forward.shapes import _pack_nothing
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.profile import UnitWork, rates_for, unit_work
@@ -199,4 +203,23 @@ def test_blocks_get_masks_as_in_a_real_forward(name, monkeypatch):
     model(**sample)
     assert masks == [mask.shape for mask in seen if mask is not None]
     assert len(masks) == (name != "input_ids")
+    assert masking_utils.find_packed_sequence_indices is find
+
+
+def test_who_follows_shapes_puts_back_what_was_there():
+    """Also if two threads do so at once: the second waits for the first."""
+    find, first = masking_utils.find_packed_sequence_indices, ExitStack()
+    _pack_nothing(first)
+
+    def follow() -> None:
+        with ExitStack() as second:
+            _pack_nothing(second)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    first.close()
+    thread.join(30)
+    assert not thread.is_alive()
     assert masking_utils.find_packed_sequence_indices is find

@@ -393,11 +393,8 @@ def _limits(question: Question, hardware: Hardware) -> Limits:
     def given(text: str | None, flag: str, default: float) -> int:
         nbytes = int(default) if text is None else parse_bytes(text, what=flag)
         if not nbytes:
-            got = (
-                f"'{text}'"
-                if text is not None
-                else f"{default:g} from '{hardware.name}'; correct its file, or set the option"
-            )
+            of_machine = f"{default:g} from '{hardware.name}'; correct its file, or set the option"
+            got = of_machine if text is None else f"'{text}'"
             raise ConfigError(f"{flag}: expected more than 0 bytes, but got {got}")
         return nbytes
 
