@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from outcore.memory.topology import Node, Topology, read_topology
+from outcore.memory.topology import Node, Topology, cache_bytes, read_topology
 
 
 @pytest.fixture
@@ -32,6 +32,15 @@ def threads(pairs, name="core_cpus_list"):
         for siblings in pairs
         for cpu in map(int, siblings.replace("-", ",").split(","))
     }
+
+
+def caches(cpu, *levels):
+    folder = f"sys/devices/system/cpu/cpu{cpu}/cache"
+    found = {}
+    for i, (level, size, cpus) in enumerate(levels):
+        found |= {f"{folder}/index{i}/{name}": text for name, text in (("level", level), ("size", size))}
+        found[f"{folder}/index{i}/shared_cpu_list"] = f"{cpus}\n"
+    return found
 
 
 QUOTA_OF_3 = {"sys/fs/cgroup/cpu.max": "300000 100000\n"}
@@ -97,3 +106,17 @@ def test_this_machine():
     topology = read_topology()
     assert frozenset().union(*[node.cpus for node in topology.nodes]) == os.sched_getaffinity(0)
     assert 1 <= topology.num_cores <= len(os.sched_getaffinity(0))
+
+
+def test_last_level_caches_count_once_each_however_many_cores_share_them(machine):
+    small = ("1", "32K", "0"), ("1", "32K", "0"), ("2", "1024K", "0")
+    files = {}
+    for cpu in range(8):
+        files |= caches(cpu, *small, ("3", "32768K", "0-3" if cpu < 4 else "4-7"))
+    assert cache_bytes(machine(range(8), files)) == 2 * 32 * 2**20
+    assert cache_bytes(machine({0, 1}, files)) == 32 * 2**20
+
+
+@pytest.mark.parametrize("size", ["", "big", "-1K", "32M"])
+def test_caches_that_are_not_reported_have_no_bytes(machine, size):
+    assert cache_bytes(machine({0}, caches(0, ("3", size, "0")))) == 0

@@ -407,6 +407,7 @@ def random_rates(model: ModelSpec, chance: random.Random) -> Rates:
         latency_s={link: chance.choice([0.0, 0.01]) for link in LINKS},
         shared=(Shared(name="memory", parts=parts), Shared(name="bus", parts=ways))[: chance.randint(0, 2)],
         visit_s=chance.choice([0.0, 0.05]),
+        resting_visit_s=chance.choice([0.0, 0.02]),
         host_runs_ahead=chance.random() < 0.5,
     )
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from outcore.planning.bound.bound import bound_of
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.paper.schedule import usual_visits
@@ -184,6 +185,19 @@ def test_an_engine_that_is_slower_than_the_accelerator_binds(model):
     found = simulate(model, plan_of(model), rates, usual_visits(model))
     assert found.step_s == pytest.approx(18 * 10)
     assert found.binding["host"] > 0.99
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_visits_of_units_whose_data_rests_on_the_device_take_other_times(model, runs_ahead):
+    resting = {"weights": "device", "gradients": "device", "states": "device"}
+    rates = dataclasses.replace(rates_of(model), visit_s=10.0, resting_visit_s=4.0, host_runs_ahead=runs_ahead)
+    at_home, away = plan_of(model, **resting), plan_of(model, **resting | {"states": "host"})
+    seconds = [simulate(model, plan, rates, usual_visits(model)).step_s for plan in (at_home, away)]
+    bounds = [bound_of(model, plan, rates, usual_visits(model)).seconds for plan in (at_home, away)]
+    free = 0.0 if runs_ahead else step_s(model, at_home, dataclasses.replace(rates, visit_s=0.0, resting_visit_s=0.0))
+    assert seconds[0] == pytest.approx(18 * 4 + free)
+    assert seconds[1] == pytest.approx(16 * 10 + 2 * 4 + free)  # the root's rests there
+    assert all(bound <= found for bound, found in zip(bounds, seconds, strict=True))
 
 
 def test_kernels_that_come_one_by_one_bind(model):

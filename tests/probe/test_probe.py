@@ -178,6 +178,7 @@ class TestMeasuring:
         assert Hardware.from_json(found.to_json()) == found
         assert found.device.runs_ahead == (DEVICE != "cpu")
         assert found.host.visit_s > 0
+        assert 0 < found.host.resting_visit_s
         assert found.device.plain_update_parameters_per_s > 0
 
     def test_a_plain_plan_is_measured_by_the_kernels_that_it_runs(self):

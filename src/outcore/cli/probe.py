@@ -78,7 +78,10 @@ def _rows(machine: Hardware) -> Iterator[tuple[str, str]]:
     yield "", f"memory {_rate(device.bytes_per_s)}, {_updates(device.update_parameters_per_s)}"
     ways = f"{_rate(bus.h2d_bytes_per_s)} to the device, {_rate(bus.d2h_bytes_per_s)} back"
     yield "bus", f"{ways}, both at once {bus.both:.2f} times one, {1e6 * bus.latency_s:.0f} us more per copy"
-    yield "host", f"{_updates(host.update_parameters_per_s)}, {1e6 * host.visit_s:.0f} us of the engine per visit"
+    visits = f"{1e6 * host.visit_s:.0f} us of the engine per visit"
+    if host.resting_visit_s:
+        visits += f", {1e6 * host.resting_visit_s:.0f} us if the unit's data rests on the device"
+    yield "host", f"{_updates(host.update_parameters_per_s)}, {visits}"
     if disk is not None:
         ways = f"{_rate(disk.read_bytes_per_s)} read, {_rate(disk.write_bytes_per_s)} written"
         size, how = format_bytes(int(disk.size_bytes)), disk.sources["read_bytes_per_s"]

@@ -1,4 +1,4 @@
-"""The cores that this process may use, and which of them share a memory controller.
+"""The cores that this process may use, which of them share a memory controller, and their caches.
 
 The kernel's files are not trusted: containers and sandboxes may show only parts of them, or other contents.
 """
@@ -67,6 +67,25 @@ def processor_name(root: Path = _ROOT) -> str:
     """
     named = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
     return named[1].strip() if named is not None else os.uname().machine
+
+
+def cache_bytes(root: Path = _ROOT) -> int:
+    """Bytes of all last-level caches of the CPUs that this process may use; 0 if the machine does not report them.
+
+    Args:
+        root: Folder in place of ``/``.
+    """
+    found: dict[frozenset[int], int] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        levels = {}
+        for folder in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
+            level, size = (_text(folder / name).strip() for name in ("level", "size"))
+            if re.fullmatch("[1-9]", level) and re.fullmatch(r"[0-9]{1,9}K", size):
+                levels[int(level)] = _numbers(_text(folder / "shared_cpu_list")) or frozenset({cpu}), int(size[:-1])
+        if levels:
+            cpus, kibibytes = levels[max(levels)]
+            found[cpus] = 1024 * kibibytes
+    return sum(found.values())
 
 
 def memory_nodes(root: Path = _ROOT) -> tuple[int, ...]:

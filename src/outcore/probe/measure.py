@@ -27,10 +27,11 @@ from outcore.device.opening import device_name
 from outcore.memory.disk import DiskStore
 from outcore.memory.host import HostMemory
 from outcore.memory.limits import disk_free_bytes, host_bytes, host_free_bytes
+from outcore.memory.topology import cache_bytes
 from outcore.probe import work
 from outcore.probe.loads import Load, speeds, usual_speed
 from outcore.probe.samples import Line, line, parts
-from outcore.probe.visits import visit_s
+from outcore.probe.visits import VisitTimes, visit_times
 from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.spec.hardware import BusPart, DevicePart, DiskPart, Hardware, HostPart
 from outcore.spec.lanes import Lane
@@ -53,7 +54,7 @@ class Effort:
     window_s: float
     """Seconds of every measurement, in all rounds together where one thing runs alone."""
     buffer_bytes: int
-    """Size of the buffers on either side of the bus; more than caches hold."""
+    """Least size of the buffers on either side of the bus."""
     sizes: Sequence[int]
     """Bytes of one copy or transfer, the largest last."""
     disk_bytes: int
@@ -62,6 +63,8 @@ class Effort:
     """Steps of a small model, for the engine's time per visit."""
     rounds: int = 1
     """Rounds in which compute and links run alone, and links in pairs; the median of the rounds counts."""
+    of_caches: int = 0
+    """Least size of these buffers in multiples of the processor's last-level caches, which a run's data outgrows."""
 
 
 WHOLE = Effort(
@@ -71,8 +74,11 @@ WHOLE = Effort(
     disk_bytes=512 * MIB,
     steps=40,
     rounds=3,
+    of_caches=4,
 )
-QUICK = Effort(window_s=0.05, buffer_bytes=64 * MIB, sizes=(MIB // 16, 8 * MIB), disk_bytes=64 * MIB, steps=8)
+QUICK = Effort(
+    window_s=0.05, buffer_bytes=64 * MIB, sizes=(MIB // 16, 8 * MIB), disk_bytes=64 * MIB, steps=8, of_caches=2
+)
 EFFORTS: Mapping[str, Effort] = {"whole": WHOLE, "quick": QUICK}
 
 
@@ -88,7 +94,8 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
         DiskError: A folder cannot serve the disk tier; nothing is left behind.
         MemoryBudgetError: There is too little memory even for this.
 
-    Time: the whole effort 15 to 30 s, the quick one some 3 s. Memory: up to 0.5 GiB of the device, 1 GiB of the host.
+    Time: the whole effort 15 to 30 s, the quick one some 3 s. Memory: up to 0.5 GiB of the device, 1 GiB of the host;
+    with more than 64 MiB of last-level cache up to 4 times the caches of the device, 8 times of the host.
     """
     with ExitStack() as closing:
         device = open_device()
@@ -99,7 +106,7 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
         store = None
         if disks:
             store = closing.enter_context(DiskStore.open(list(disks), effort.disk_bytes))
-        visit = visit_s(open_device, effort.steps)
+        visits = visit_times(open_device, effort.steps)
         probe, name = _Probe(device, effort, closing), device_name(device.torch_device)
         computing = probe.device_part()
         links = probe.links(store)
@@ -107,7 +114,7 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
         name=name,
         device=computing,
         bus=_bus(links),
-        host=_host(links, visit, device),
+        host=_host(links, visits, device),
         disk=None if store is None else _disk(links, disks, store),
     )
 
@@ -133,7 +140,8 @@ class _Probe:
     def __init__(self, device: Device, effort: Effort, closing: ExitStack) -> None:
         self._device, self._effort, self._closing = device, effort, closing
         least = 2 * effort.sizes[-1]
-        most = min(effort.buffer_bytes, host_free_bytes() // _OF_FREE, device.memory_bytes() // _OF_FREE)
+        wanted = max(effort.buffer_bytes, effort.of_caches * cache_bytes())
+        most = min(wanted, host_free_bytes() // _OF_FREE, device.memory_bytes() // _OF_FREE)
         self._buffer_bytes = max(least, most // least * least)
 
     def device_part(self) -> DevicePart:
@@ -245,7 +253,7 @@ def _bus(links: _Links) -> BusPart:
     )
 
 
-def _host(links: _Links, visit: float, device: Device) -> HostPart:
+def _host(links: _Links, visits: VisitTimes, device: Device) -> HostPart:
     update = links.alone["update"]
     # Of two links compute is the second one: it is measured last.
     beside = {pair: [min(part, 1.0) for part in kept] for pair, kept in links.left.items() if COMPUTE in pair}
@@ -253,7 +261,8 @@ def _host(links: _Links, visit: float, device: Device) -> HostPart:
         memory_bytes=host_bytes() / (2 if device.has_host_memory else 1),
         bytes_per_s=max(update * _MOVED_BYTES, 2 * max(links.alone[link] for link in _BUS)),
         update_parameters_per_s=update,
-        visit_s=visit,
+        visit_s=visits.on_host,
+        resting_visit_s=visits.on_device,
         parts=parts({pair: kept for pair, kept in links.left.items() if COMPUTE not in pair}),
         compute_left={link: kept[1] for (link, _), kept in beside.items()},
         left_beside_compute={link: kept[0] for (link, _), kept in beside.items()},

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from outcore.device.device import Device
 from outcore.optim.rules import rule_for
-from outcore.planning.search.candidates import ALL_HOST, Choice
+from outcore.planning.search.candidates import ALL_DEVICE, ALL_HOST, Choice, Kind
 from outcore.planning.units.partition import partition
 from outcore.probe.samples import usual_s
 from outcore.runtime.engine import Engine, Promises
@@ -21,29 +22,46 @@ from outcore.saving.weights.first_values import FirstValues
 _UNITS, _WIDTH, _WARM_UP = 8, 16, 3
 
 
-def visit_s(open_device: Callable[[], Device], steps: int) -> float:
-    """Measure the seconds that a visit takes besides its computation.
+class VisitTimes(NamedTuple):
+    """Seconds that a visit of a unit takes besides its computation."""
+
+    on_host: float
+    """With all of the unit's data in host memory."""
+    on_device: float
+    """With all of it on the device."""
+
+
+def visit_times(open_device: Callable[[], Device], steps: int) -> VisitTimes:
+    """Measure visits.
 
     Args:
         open_device: Opens the device, which is closed again.
-        steps: Steps to time; their lower quartile counts.
+        steps: Steps to time with each; their lower quartile counts.
     """
     device = open_device()
-    plain_s = _step_s(*_model(device), device, steps)
+    try:
+        plain_s = _step_s(*_model(device), device, steps)
+    finally:
+        device.close()
+    streamed_s = [_streamed_s(open_device(), kind, steps) for kind in (ALL_HOST, ALL_DEVICE)]
+    return VisitTimes(*(max(s - plain_s, 0.0) / (2 * _UNITS) for s in streamed_s))
+
+
+def _streamed_s(device: Device, kind: Kind, steps: int) -> float:
+    """Time a step with the engine, which closes the device."""
     model, optimizer = _model(device)
     rule = rule_for(optimizer)
     cut = partition(model, units=[nn.Linear], keeps=rule.kept(optimizer.param_groups))
     choice = Choice(cut.spec, policy="recompute", accumulation_steps=None, may_be_early=False)
-    engine = Engine(cut, choice.plan(choice.uniform(ALL_HOST)), device, [], rule, Promises())
+    engine = Engine(cut, choice.plan(choice.uniform(kind)), device, [], rule, Promises())
     try:
         values = FirstValues(model, None)
         values.take_over(device.torch_device)
         engine.attach(values.of)
         with measuring():
-            streamed_s = _step_s(model, StreamedOptimizer(engine, optimizer), device, steps)
+            return _step_s(model, StreamedOptimizer(engine, optimizer), device, steps)
     finally:
         engine.close()
-    return max(streamed_s - plain_s, 0.0) / (2 * _UNITS)
 
 
 def _model(device: Device) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -67,6 +67,8 @@ class HostPart:
     """Speed of AdamW on all its cores, with fp32 masters and bf16 weights and gradients."""
     visit_s: float = 0
     """Time that the engine takes for every visit of a unit."""
+    resting_visit_s: float = 0
+    """The same for a unit whose data all rests on the device; 0: ``visit_s``."""
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Link -> the part of host memory and cores that it takes at full speed. If none were measured, they are computed
     from ``bytes_per_s``."""
@@ -124,9 +126,9 @@ class NetworkPart:
 
 
 _ZERO_IS_FINE = {"latency_s", "visit_s", "kernel_s", "endurance_bytes", "runs_ahead", "on_bus", "through_host"}
-_ZERO_IS_FINE |= {"plain_update_parameters_per_s"}
+_ZERO_IS_FINE |= {"plain_update_parameters_per_s", "resting_visit_s"}
 _AT_MOST = {"both": 2.0, "runs_ahead": 1.0, "latency_s": 10.0, "visit_s": 10.0, "kernel_s": 10.0}
-_AT_MOST |= {"on_bus": 1.0, "through_host": 1.0, "devices_per_port": 64.0}
+_AT_MOST |= {"resting_visit_s": 10.0, "on_bus": 1.0, "through_host": 1.0, "devices_per_port": 64.0}
 _AT_LEAST = {"both": 0.5, "devices_per_port": 1.0}
 _SHARING = ("h2d", "d2h", "update", "disk_read", "disk_write")
 _PARTS = ("parts", "compute_left", "left_beside_compute")

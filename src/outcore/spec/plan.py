@@ -84,6 +84,12 @@ class UnitPlan:
         """Whether worker threads update the unit."""
         return self.states != "device" and self.update == "host"
 
+    @property
+    def rests_on_device(self) -> bool:
+        """Whether everything rests on the device, whole on each rank, so that nothing moves."""
+        homes = (self.weights, self.gradients, self.states, self.activations)
+        return self.partition == "replicate" and all(tier == "device" for tier in homes)
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ConfigError(f"plan: expected a unit's name as a string, but got {self.name!r}")
@@ -273,8 +279,7 @@ class Plan(Described):
     @property
     def rests_on_device(self) -> bool:
         """Whether everything rests on the device, so that nothing moves."""
-        whole = all(u.partition == "replicate" for u in self.units)
-        return whole and all(u.weights == u.gradients == u.states == u.activations == "device" for u in self.units)
+        return all(unit.rests_on_device for unit in self.units)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "plan") -> Self:

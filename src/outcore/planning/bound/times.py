@@ -61,6 +61,8 @@ class _Alone(NamedTuple):
     """By ``Part``: the same, with what compute then does with its gradients."""
     collected_s: float
     """Seconds that compute spends on its gradients in the last visit of a pass."""
+    submit_s: float
+    """Seconds of the engine for a visit."""
     launch_s: tuple[float, float, float]
     """By ``Part``: seconds in which the host thread launches its kernels."""
     costs: Costs
@@ -123,6 +125,7 @@ class Times:
             used_s=(forward_s, backward_s, backward_s),
             visit_s=(forward_s, backward_s + each_s, backward_s + last_s),
             collected_s=last_s,
+            submit_s=pace.host_visit_s(spec.name),
             launch_s=(pace.launch_s(spec.name, "forward"), *(2 * (pace.launch_s(spec.name, "backward"),))),
             costs=costs,
             slot_bytes=in_slot(spec, plan, "device"),
@@ -141,8 +144,8 @@ class Times:
 
     def host_s(self) -> float:
         """Return seconds of the host thread that runs ahead of an accelerator: engine code, and launching kernels."""
-        launched = [self._alone[unit].launch_s[part] for unit, part in self.course.parts]
-        return self._pace.host_visit_s * len(self.visits) + sum(launched)
+        alone = self._alone
+        return sum([alone[unit].submit_s + alone[unit].launch_s[part] for unit, part in self.course.parts])
 
     def _collecting_s(self, spec: UnitSpec, plan: UnitPlan) -> tuple[float, float]:
         """Return seconds to copy gradients into a bucket, or to add up those that live on the device.

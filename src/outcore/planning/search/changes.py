@@ -111,7 +111,7 @@ def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
     faster_bus = _times(bus, 2, "h2d_bytes_per_s", "d2h_bytes_per_s")
     yield "a bus that is twice as fast", 3, replace(setting, hardware=replace(hardware, bus=faster_bus))
     faster_host = _times(host, 2, "bytes_per_s", "update_parameters_per_s")
-    faster_host = replace(faster_host, visit_s=host.visit_s / 2)
+    faster_host = replace(faster_host, visit_s=host.visit_s / 2, resting_visit_s=host.resting_visit_s / 2)
     launching = replace(device, kernel_s=device.kernel_s / 2) if device.runs_ahead else device
     faster_host_alone = replace(hardware, host=faster_host, device=launching)
     yield "a host that is twice as fast", 3, replace(setting, hardware=faster_host_alone)

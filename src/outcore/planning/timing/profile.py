@@ -187,6 +187,7 @@ def rates_for(
             if link in host.compute_left.keys() & host.left_beside_compute.keys()
         },
         visit_s=host.visit_s,
+        resting_visit_s=host.resting_visit_s or None,
         launch_s={n: computing.launch_s(w) for n, w in work.items()} if device.runs_ahead else {},
         host_runs_ahead=bool(device.runs_ahead),
     )

@@ -87,6 +87,8 @@ class Rates:
     """Link -> the parts of their speeds that compute and the link keep while both run, where the host computes."""
     visit_s: float = 0.0
     """Seconds that the engine takes on the submitting thread for every visit of a unit."""
+    resting_visit_s: float | None = None
+    """The same for a unit whose data all rests on the device; None: ``visit_s``."""
     launch_s: Mapping[str, float] = field(default_factory=dict)
     """Unit -> seconds that the submitting thread takes to launch the kernels of one forward on an accelerator."""
     host_runs_ahead: bool = True
@@ -181,12 +183,12 @@ class Pace:
 
     def forward_s(self, unit: str) -> float:
         """Return the seconds of one visit."""
-        return self._rates.forward_s.get(unit, 0.0) / self._visits(unit) + self._visit_s
+        return self._rates.forward_s.get(unit, 0.0) / self._visits(unit) + self._visit_s(unit)
 
     def backward_s(self, unit: str) -> float:
         """Return the seconds of one visit, with recompute where the plan asks for it."""
         seconds = self._again_s[unit] + self._rates.backward_s.get(unit, 0.0)
-        return seconds / self._visits(unit) + self._visit_s
+        return seconds / self._visits(unit) + self._visit_s(unit)
 
     def collect_s(self, unit: str, nbytes: int) -> float:
         """Return the seconds to copy gradients into a bucket, and to read them again for norms in one of the visits."""
@@ -206,14 +208,17 @@ class Pace:
         times = 2 if phase == "backward" and (self._again_s[unit] or not self._is_plain) else 1
         return times * self._rates.launch_s.get(unit, 0.0)
 
-    @property
-    def host_visit_s(self) -> float:
-        """Seconds of the engine for a visit; 0 in a plain plan, whose loop runs unchanged."""
-        return 0.0 if self._is_plain else self._rates.visit_s
+    def host_visit_s(self, unit: str) -> float:
+        """Return the seconds of the engine for a visit; 0 in a plain plan, whose loop runs unchanged."""
+        if self._is_plain:
+            return 0.0
+        resting_s = self._rates.resting_visit_s
+        if resting_s is not None and self._specs[unit].num_ranks == 1 and self._plans[unit].rests_on_device:
+            return resting_s
+        return self._rates.visit_s
 
-    @property
-    def _visit_s(self) -> float:
-        return 0.0 if self._rates.host_runs_ahead else self.host_visit_s
+    def _visit_s(self, unit: str) -> float:
+        return 0.0 if self._rates.host_runs_ahead else self.host_visit_s(unit)
 
 
 def _gathers_on_host(plan: UnitPlan) -> bool:

@@ -178,8 +178,8 @@ class _Part(NamedTuple):
 
     name: str
     seconds: float
-    is_submitted: bool
-    """Whether the host takes time to submit it: it is a visit, the host runs ahead of compute, and visits cost time."""
+    submit_s: float
+    """Seconds that the host takes to submit it: those of a visit where the host runs ahead of compute, else none."""
     launch_s: float
     uses_activations: bool
 
@@ -198,17 +198,17 @@ class _Laying:
 
     def add(self, operations: Iterable[Operation]) -> None:
         """Lay out more operations of a step."""
-        host_visit_s, runs_ahead, (tasks, _, places) = self._pace.host_visit_s, self._rates.host_runs_ahead, self.laid
+        runs_ahead, (tasks, _, places) = self._rates.host_runs_ahead, self.laid
         begin, end, did, submitted, known = self._begin, self._end, self._did, self.submitted, self._known
         for lane, kind, unit, moved, comes_after, *_ in operations:
             what = lane, kind, unit, moved
             if what not in known:
                 known[what] = self._part(Operation(*what, ()))
-            name, seconds, is_submitted, launch_s, uses_activations = known[what]
-            if is_submitted:
+            name, seconds, submit_s, launch_s, uses_activations = known[what]
+            if submit_s:
                 submitted.append(did)
                 did = (len(tasks),)
-                tasks.append(Task(HOST, f"submit {name}", host_visit_s, 0, ()))
+                tasks.append(Task(HOST, f"submit {name}", submit_s, 0, ()))
             after = tuple([places[begin + i] for i in comes_after if begin + i >= 0])
             if uses_activations:  # the backward begun before it computes only when they are there
                 begun = tasks[end]
@@ -229,9 +229,9 @@ class _Laying:
 
     def _part(self, op: Operation) -> _Part:
         pace, is_visit = self._pace, self._rates.host_runs_ahead and op.kind in _VISITS
+        submit_s = pace.host_visit_s(op.unit) if is_visit else 0.0
         launch_s = pace.launch_s(op.unit, op.kind) if is_visit else 0.0
-        is_submitted, uses_activations = is_visit and pace.host_visit_s > 0, op.kind == _USE_ACTIVATIONS
-        return _Part(op.name, pace.seconds(op), is_submitted, launch_s, uses_activations)
+        return _Part(op.name, pace.seconds(op), submit_s, launch_s, op.kind == _USE_ACTIVATIONS)
 
     def end_step(self) -> None:
         """End the step: the next operations belong to another one."""
