@@ -183,8 +183,20 @@ def test_without_an_accelerator_nothing_is_submitted_while_compute_works(model):
 def test_an_engine_that_is_slower_than_the_accelerator_binds(model):
     rates = dataclasses.replace(rates_of(model), visit_s=10.0)
     found = simulate(model, plan_of(model), rates, usual_visits(model))
-    assert found.step_s == pytest.approx(18 * 10)
-    assert found.binding["host"] > 0.99
+    assert found.step_s == pytest.approx(18 * 10 + 3)  # and it waits for the last backward, since its update does
+    assert found.binding["host"] > 0.98
+
+
+def test_nothing_is_launched_while_the_host_waits_for_its_own_work(model):
+    """See [Note: issuing]: forwards are launched after the updates of their units, copies of the device alone before."""
+    names = [unit.name for unit in model.units[1:]]
+    launching = {"visit_s": 0.0, "launch_s": dict.fromkeys(names, 2.0)}
+    on_host = dataclasses.replace(rates_of(model, update=4.0), **launching)
+    forward, backward = 8 * 4 + 2, 8 * (2 + 2)  # the last forward is launched after the last update
+    assert step_s(model, plan_of(model), on_host) == pytest.approx(forward + backward)
+    copied = dataclasses.replace(rates_of(model, h2d=0.25), **launching)
+    resting = {"weights": "host", "gradients": "device", "states": "host", "update": "device"}
+    assert step_s(model, plan_of(model, **resting), copied) == pytest.approx(8 * 2 + backward)
 
 
 @pytest.mark.parametrize("runs_ahead", [True, False])
@@ -196,6 +208,7 @@ def test_visits_of_units_whose_data_rests_on_the_device_take_other_times(model, 
     bounds = [bound_of(model, plan, rates, usual_visits(model)).seconds for plan in (at_home, away)]
     free = 0.0 if runs_ahead else step_s(model, at_home, dataclasses.replace(rates, visit_s=0.0, resting_visit_s=0.0))
     assert seconds[0] == pytest.approx(18 * 4 + free)
+    free += 3.0 * runs_ahead  # the launch of forward waits for updates, and these for the last backward
     assert seconds[1] == pytest.approx(16 * 10 + 2 * 4 + free)  # the root's rests there
     assert all(bound <= found for bound, found in zip(bounds, seconds, strict=True))
 

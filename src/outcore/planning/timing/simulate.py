@@ -4,6 +4,10 @@
 it comes after are over, and it has been submitted. The host submits in the order of the schedule. It blocks where the
 schedule says so and, on a machine without an accelerator, while it computes. Which updates are made inside backward is
 only known once backward has been played to its end. So steps with such updates are laid out while they are played.
+
+[Note: issuing] An accelerator waits for its own operations, but not for the host's. So a copy is issued only when all
+work of the host that it comes after is over, such as an update or a read from disk. Before the host gives compute an
+operation, it waits until the copies before that operation are issued. Meanwhile it launches nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from outcore.planning.paper.schedule import Circumstances, consecutive
 from outcore.planning.paper.weight_cache import nothing_held
 from outcore.planning.timing.player import Played, Player, Task, play
 from outcore.planning.timing.rates import Pace, Rates
+from outcore.spec.lanes import COPY_LANES
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Operation, Phase, Schedule, Visit
@@ -33,6 +38,7 @@ _EQUAL, _AGREE = 1e-6, 4
 """Relative tolerance within which two steps are equal, and how many equal steps in a row show that steps repeat."""
 _VISITS = {phase.value for phase in Phase}
 _USE_ACTIVATIONS = "use activations of"
+_COPY_LANES = {lane.value for lane in COPY_LANES}
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,10 @@ class _Laying:
         """For each task, what the host did last before it submitted it: one task, or none."""
         self._begin, self._end = 0, -1
         self._did: tuple[int, ...] = ()
+        self._before_issue: dict[int, tuple[int, ...]] = {}
+        """Task -> work of the host that must be over before the task is issued; for such work itself, the task."""
+        self._last: dict[str, int] = {}
+        """Lane of copies -> its last task."""
         self._known: dict[tuple[object, ...], _Part] = {}
 
     def add(self, operations: Iterable[Operation]) -> None:
@@ -205,11 +215,13 @@ class _Laying:
             if what not in known:
                 known[what] = self._part(Operation(*what, ()))
             name, seconds, submit_s, launch_s, uses_activations = known[what]
+            after = tuple([places[begin + i] for i in comes_after if begin + i >= 0])
+            if runs_ahead and lane == COMPUTE and (awaited := self._awaited(after)):
+                did = self._latest((*did, *awaited))
             if submit_s:
                 submitted.append(did)
-                did = (len(tasks),)
-                tasks.append(Task(HOST, f"submit {name}", submit_s, 0, ()))
-            after = tuple([places[begin + i] for i in comes_after if begin + i >= 0])
+                tasks.append(Task(HOST, f"submit {name}", submit_s, 0, did))
+                did = (len(tasks) - 1,)
             if uses_activations:  # the backward begun before it computes only when they are there
                 begun = tasks[end]
                 tasks[end], name, seconds = begun._replace(seconds=0.0), begun.name, begun.seconds
@@ -219,6 +231,8 @@ class _Laying:
             places.append(place)
             if lane == COMPUTE:
                 end = place
+            elif runs_ahead and lane != HOST:
+                self._issue(lane, place, after)
             if lane == HOST or (lane == COMPUTE and not runs_ahead):
                 did = (place,)
             if launch_s:  # launching goes on while its first kernels run
@@ -226,6 +240,28 @@ class _Laying:
                 tasks.append(Task(HOST, f"launch {name}", launch_s, 0, did))
                 did = (place + 1,)
         self._end, self._did = end, did
+
+    def _issue(self, lane: str, place: int, after: tuple[int, ...]) -> None:
+        """Note before which work of the host a task cannot be issued."""
+        if lane not in _COPY_LANES:
+            self._before_issue[place] = (place,)
+            return
+        if awaited := self._awaited((*after, self._last.get(lane, -1))):
+            self._before_issue[place] = awaited
+        self._last[lane] = place
+
+    def _awaited(self, after: Iterable[int]) -> tuple[int, ...]:
+        """Return the work of the host that must be over before these tasks are issued."""
+        before = self._before_issue
+        return self._latest(itertools.chain.from_iterable([before[i] for i in after if i in before]))
+
+    def _latest(self, indices: Iterable[int]) -> tuple[int, ...]:
+        """Return the last task of each lane; those before it are over with it."""
+        tasks, latest = self.laid.tasks, dict[str, int]()
+        for i in indices:
+            lane = tasks[i].lane
+            latest[lane] = max(i, latest.get(lane, -1))
+        return tuple(latest.values())
 
     def _part(self, op: Operation) -> _Part:
         pace, is_visit = self._pace, self._rates.host_runs_ahead and op.kind in _VISITS
