@@ -20,6 +20,7 @@ from outcore.device.lanes import Handle
 from outcore.memory.arena import Buffer
 from outcore.optim.blocks import Piece, update_blocks
 from outcore.optim.formats import format_of, refuse_other_format
+from outcore.optim.neighbours import join_neighbours
 from outcore.optim.rules import Hyper, UpdateRule
 from outcore.order.ledger import Span
 from outcore.ranks.world import World
@@ -214,7 +215,10 @@ def pieces_of(
     old_states: Buffer | None = None,
     old_weights: Buffer | None = None,
 ) -> list[Piece]:
-    """Return the pieces of a unit's update, one for each parameter. With old buffers the update is out of place."""
+    """Return the pieces of a unit's update: its parameters, of which neighbours are joined.
+
+    With old buffers the update is out of place.
+    """
     unit = gradients.unit
     views, weight_views = _views(unit, states), unit.views.own(weights)
     old_views, stored = _views(unit, old_states), gradients.stored_views(grads)
@@ -244,7 +248,7 @@ def pieces_of(
                 likes=likes_of(unit, i) if unit.spec.params[i].is_whole else _NO_LIKES,
             )
         )
-    return pieces
+    return join_neighbours(pieces)
 
 
 def likes_of(unit: Unit, index: int) -> Mapping[str, torch.Tensor]:

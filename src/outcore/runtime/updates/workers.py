@@ -5,7 +5,7 @@ many ATen threads as the node has cores for updates. Kernels leave Python's lock
 two kernels. 15 single threads on 16 cores delayed one another, and the thread that launches the accelerator's kernels.
 On an H200 a step of 105M parameters took 0.156 to 0.175 s with them. With one thread of 15 ATen threads in their place
 it took 0.107 s: its updates 0.058 s instead of 0.113 to 0.117 s, and launching a forward beside them 0.018 s instead of
-0.094 to 0.100 s. Where the host computes, the training loop has ATen threads of its own. There a team of two made steps
+0.094 to 0.100 s. Later machines took 0.095 to 0.117 s. Where the host computes, the training loop has ATen threads of its own. There a team of two made steps
 on two cores 1.01 to 1.20 times as long.
 
 ATen cuts fused kernels between threads at whole vectors, and other operations anywhere. The last elements of a part are
