@@ -120,3 +120,10 @@ def test_last_level_caches_count_once_each_however_many_cores_share_them(machine
 @pytest.mark.parametrize("size", ["", "big", "-1K", "32M"])
 def test_caches_that_are_not_reported_have_no_bytes(machine, size):
     assert cache_bytes(machine({0}, caches(0, ("3", size, "0")))) == 0
+
+
+def test_caches_of_which_the_cores_are_not_known_count_as_one(machine):
+    files = {}
+    for cpu in range(16):
+        files |= caches(cpu, ("3", "1024K", ""))
+    assert cache_bytes(machine(range(16), files)) == 2**20

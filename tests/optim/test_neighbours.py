@@ -17,7 +17,8 @@ from outcore.runtime.updates.workers import UpdateWorkers
 
 from .update_cases import OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, random
 
-SOME = ("adamw", "adamw amsgrad", "sgd nesterov", "adagrad decay", "rmsprop centered", "lion")
+FUSED = ("adamw", "adamw amsgrad", "sgd nesterov", "adagrad decay")
+OTHERS = ("rmsprop centered", "lion", "sgd foreach")
 pytestmark = pytest.mark.filterwarnings("ignore:torch._fused_sgd_ .*torch.optim with fused=True:RuntimeWarning")
 
 
@@ -30,7 +31,7 @@ class Arena:
     def column(self, tensors):
         if any(t is None for t in tensors):
             return tensors
-        memory, start, moved = torch.full((10**5,), torch.nan, dtype=tensors[0].dtype), 64, []
+        memory, start, moved = torch.full((2**18,), torch.nan, dtype=tensors[0].dtype), 64, []
         for tensor, gap in zip(tensors, self.gaps, strict=True):
             start += gap
             moved.append(memory[start : start + tensor.numel()].copy_(tensor))
@@ -49,7 +50,7 @@ def placed(blocked, gaps):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "pure_bf16"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", FUSED)
 def test_bits_are_those_of_each_parameter_alone(name, dtype):
     numels, gaps = (64, 192, 1024, 199, 128, 64, 4096), (0, 0, 0, 0, 0, 64, 0)
     plain, blocked = PlainLoop(OPTIMIZERS[name], numels, dtype), Blocked(OPTIMIZERS[name], numels, dtype)
@@ -58,9 +59,29 @@ def test_bits_are_those_of_each_parameter_alone(name, dtype):
         grads = [random(n, 100 * step + n, dtype) for n in numels]
         plain.step(grads)
         pieces = join_neighbours(blocked.pieces(step, arena.column(grads)))
-        assert [piece.target.numel() for piece in pieces] == [64 + 192 + 1024 + 199, 128, 64 + 4096]
+        if all(piece.is_fused for piece in pieces):  # SGD in bf16 is not, in torch 2.13
+            assert [piece.target.numel() for piece in pieces] == [64 + 192 + 1024 + 199, 128, 64 + 4096]
         update_blocks(pieces, torch.full((dtype.itemsize * 512,), 0xFF, dtype=torch.uint8))
         assert_same_bits(blocked.tensors(), plain.tensors(blocked.names))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_no_fused_kernel_updates_has_the_bits_of_each_with_several_threads(name):
+    """ATen cuts such an update between its threads anywhere: ends of vectors would fall where they did not before."""
+    numels, dtype, count = (128 * 151,) * 7, torch.bfloat16, torch.get_num_threads()
+    plain, blocked = PlainLoop(OPTIMIZERS[name], numels, dtype), Blocked(OPTIMIZERS[name], numels, dtype)
+    arena = placed(blocked, [0] * len(numels))
+    torch.set_num_threads(3)
+    try:
+        for step in (1, 2, 3):
+            grads = [random(n, 100 * step + i, dtype) for i, n in enumerate(numels)]
+            plain.step(grads)
+            update_blocks(
+                join_neighbours(blocked.pieces(step, arena.column(grads))), torch.empty(2**23).view(torch.uint8)
+            )
+            assert_same_bits(blocked.tensors(), plain.tensors(blocked.names))
+    finally:
+        torch.set_num_threads(count)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -17,7 +17,7 @@ from outcore.planning.paper.schedule import usual_visits
 from outcore.planning.timing import simulate as simulation
 from outcore.planning.timing.player import Task, play
 from outcore.planning.timing.rates import LINK_OF, LINKS, Rates, Shared
-from outcore.planning.timing.simulate import simulate, steps_until_settled
+from outcore.planning.timing.simulate import play_steps, simulate, steps_until_settled
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
@@ -188,7 +188,7 @@ def test_an_engine_that_is_slower_than_the_accelerator_binds(model):
 
 
 def test_nothing_is_launched_while_the_host_waits_for_its_own_work(model):
-    """See [Note: issuing]: forwards are launched after the updates of their units, copies of the device alone before."""
+    """Forwards are launched after the updates of their units; copies of the device alone delay no launch."""
     names = [unit.name for unit in model.units[1:]]
     launching = {"visit_s": 0.0, "launch_s": dict.fromkeys(names, 2.0)}
     on_host = dataclasses.replace(rates_of(model, update=4.0), **launching)
@@ -211,6 +211,36 @@ def test_visits_of_units_whose_data_rests_on_the_device_take_other_times(model, 
     free += 3.0 * runs_ahead  # the launch of forward waits for updates, and these for the last backward
     assert seconds[1] == pytest.approx(16 * 10 + 2 * 4 + free)  # the root's rests there
     assert all(bound <= found for bound, found in zip(bounds, seconds, strict=True))
+
+
+def test_backward_is_launched_once_its_activations_are_there(model):
+    names = [unit.name for unit in model.units[1:]]
+    rates = dataclasses.replace(
+        rates_of(model), visit_s=0.0, launch_s=dict.fromkeys(names, 2.0), bytes_per_s={"disk_read": MIB / 5}
+    )
+    resting = {"weights": "device", "gradients": "device", "states": "device"}
+    plan = plan_of(model, **resting, activations="disk", saved_bytes=MIB)
+    steps = play_steps(model, plan, rates, usual_visits(model))
+    played, read_s, launches = steps.played, dict[str, float](), 0
+    for i, task in enumerate(played.tasks):
+        kind, _, unit = task.name.rpartition(" ")
+        if kind == "read activations of":
+            read_s[unit] = played.end[i]
+        if kind == "launch backward" and task.seconds and unit in read_s:
+            assert played.start[i] >= read_s.pop(unit)
+            assert played.start[i - 1] == played.start[i]  # its first kernels run while others are launched
+            launches += 1
+    assert launches > len(names)
+
+
+def test_states_are_given_to_the_copy_engine_one_by_one(model):
+    """The host waits until the copy of states before the one that it needs has ended."""
+    homes = {"weights": "device", "gradients": "device", "states": "host", "update": "device"}
+    rates = dataclasses.replace(rates_of(model, h2d=4.0), launch_s={model.units[0].name: 1.0})
+    steps = play_steps(model, plan_of(model, **homes), rates, usual_visits(model))
+    ends = [steps.played.end[i] for i, task in enumerate(steps.played.tasks) if task.lane == "states_h2d"]
+    begun = [steps.played.start[i] for i, task in enumerate(steps.played.tasks) if task.name == "launch forward root"]
+    assert ends[8 + 6] <= begun[2] < ends[8 + 7]
 
 
 def test_kernels_that_come_one_by_one_bind(model):

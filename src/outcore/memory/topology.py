@@ -81,10 +81,10 @@ def cache_bytes(root: Path = _ROOT) -> int:
         for folder in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
             level, size = (_text(folder / name).strip() for name in ("level", "size"))
             if re.fullmatch("[1-9]", level) and re.fullmatch(r"[0-9]{1,9}K", size):
-                levels[int(level)] = _numbers(_text(folder / "shared_cpu_list")) or frozenset({cpu}), int(size[:-1])
+                levels[int(level)] = _numbers(_text(folder / "shared_cpu_list")), int(size[:-1])
         if levels:
             cpus, kibibytes = levels[max(levels)]
-            found[cpus] = 1024 * kibibytes
+            found[cpus] = 1024 * kibibytes  # those for which no CPUs are named count as one
     return sum(found.values())
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from outcore.core.quantities import align_up
 from outcore.optim.compact import close_masters, open_masters
 from outcore.optim.formats import Codes, decode, encode
-from outcore.optim.kernels import FusedHyper, FusedStep, Stepper, bound, copy_all
+from outcore.optim.kernels import FusedHyper, FusedStep, Stepper, bound, copy_all, is_fused
 from outcore.optim.rules import Hyper, RuleHyper, SgdHyper
 from outcore.spec.layout import CODES
 
@@ -36,7 +36,10 @@ CUT_NUMEL = 64
 @final
 @dataclass(kw_only=True, slots=True, eq=False)  # not frozen, which would make a Piece, hence a block, take 4x as long
 class Piece:
-    """One parameter to update, or a part of one, cut at multiples of ``cut_numel`` elements. All tensors are 1D."""
+    """One parameter to update, or a part of one, cut at multiples of ``cut_numel`` elements. All tensors are 1D.
+
+    Parameters that lie side by side may be one piece; see [Note: neighbours] in ``optim.neighbours``.
+    """
 
     target: Tensor
     """The tensor that the rule updates, in the update dtype: master weights, or the weights if there is no master. If
@@ -78,6 +81,13 @@ class Piece:
     def update_dtype(self) -> torch.dtype:
         """Dtype in which the rule updates."""
         return self.target.dtype if self.codes is None else torch.float32
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a fused kernel alone updates it."""
+        if self.codes is not None or isinstance(self.hyper, RuleHyper):
+            return False
+        return is_fused(self.hyper, self.target.device, self.update_dtype)
 
     @property
     def is_whole(self) -> bool:

@@ -2,8 +2,9 @@
 
 [Note: neighbours] A unit's parameters lie side by side in every home, and mostly have the same settings. Updated one by
 one, each takes several calls of torch. Each call needs Python's lock, and wakes all threads of a team. If an element
-count is a multiple of ``CUT_NUMEL``, the next parameter begins where a block may begin, too. So a piece over both has
-the same bits as two pieces ([Note: blocks] in ``optim.blocks``).
+count is a multiple of ``CUT_NUMEL``, the next parameter begins where a block may begin, too. So a fused kernel has the
+same bits for a piece over both as for two pieces ([Note: blocks] in ``optim.blocks``). Other updates stay apart: ATen
+cuts their operations between its threads anywhere, so their bits may depend on where a tensor begins and ends.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from outcore.optim.blocks import Piece
 def join_neighbours(pieces: Sequence[Piece]) -> list[Piece]:
     """Join each run of neighbours with equal settings into one piece. Other pieces stay as they are.
 
-    A piece that must not be cut has no neighbours, and neither has one with states that are single numbers, or that are
-    stored in a format of their own.
+    Only pieces that a fused kernel updates have neighbours.
     """
     runs: list[list[Piece]] = []
     for piece in pieces:
@@ -32,15 +32,13 @@ def join_neighbours(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _are_neighbours(one: Piece, other: Piece) -> bool:
-    if one.codes or other.codes or one.numbers or other.numbers or one.is_whole or other.is_whole:
-        return False
     if one.target.numel() % one.cut_numel or (one.step, one.zero) != (other.step, other.zero):
         return False
     if one.hyper != other.hyper or [*map(id, one.factors)] != [*map(id, other.factors)]:
         return False
     if one.states.keys() != other.states.keys() or one.old_states.keys() != other.old_states.keys():
         return False
-    return all(_touch(*pair) for pair in zip(_tensors(one), _tensors(other), strict=True))
+    return all(_touch(*pair) for pair in zip(_tensors(one), _tensors(other), strict=True)) and other.is_fused
 
 
 def _tensors(piece: Piece) -> Iterator[Tensor | None]:

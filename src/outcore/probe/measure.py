@@ -64,7 +64,7 @@ class Effort:
     rounds: int = 1
     """Rounds in which compute and links run alone, and links in pairs; the median of the rounds counts."""
     of_caches: int = 0
-    """Least size of these buffers in multiples of the processor's last-level caches, which a run's data outgrows."""
+    """Least size of these buffers in multiples of the processor's last-level caches. A run's data outgrows those."""
 
 
 WHOLE = Effort(
@@ -94,8 +94,9 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
         DiskError: A folder cannot serve the disk tier; nothing is left behind.
         MemoryBudgetError: There is too little memory even for this.
 
-    Time: the whole effort 15 to 30 s, the quick one some 3 s. Memory: up to 0.5 GiB of the device, 1 GiB of the host;
-    with more than 64 MiB of last-level cache up to 4 times the caches of the device, 8 times of the host.
+    Time: the whole effort 15 to 30 s, the quick one some 3 s. Memory: about two buffers on the device and two in host
+    memory. A buffer has 256 MiB, or four times the last-level caches if that is more; for the quick effort, 64 MiB or
+    twice the caches; but at most a sixteenth of what is free.
     """
     with ExitStack() as closing:
         device = open_device()
@@ -147,12 +148,13 @@ class _Probe:
     def device_part(self) -> DevicePart:
         """Measure the device."""
         device, through_bytes = self._device, self._effort.sizes[-1]
+        updated = device.allocate(self._buffer_bytes)
         loads: Mapping[str, Callable[[], Load]] = {
             "fp32_flops": partial(work.products, device, _FLOAT32),
             "bf16_flops": partial(work.products, device, _BFLOAT16),
             "attention_flops": partial(work.attention, device, _BFLOAT16),
             "bytes_per_s": partial(work.elementwise, device, through_bytes),
-            "update_parameters_per_s": lambda: work.device_updates(device, device.allocate(self._buffer_bytes)),
+            "update_parameters_per_s": partial(work.device_updates, device, updated),
             "plain_update_parameters_per_s": partial(work.plain_updates, device, self._buffer_bytes),
             "kernels": partial(work.kernels, device, _KERNELS),
         }

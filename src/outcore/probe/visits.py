@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from outcore.runtime.unit.one_process import measuring
 from outcore.saving.weights.first_values import FirstValues
 
 _UNITS, _WIDTH, _WARM_UP = 8, 16, 3
+_LEAST_S = 1e-9  # 0 would say that a figure is not known
 
 
 class VisitTimes(NamedTuple):
@@ -38,17 +40,17 @@ def visit_times(open_device: Callable[[], Device], steps: int) -> VisitTimes:
         open_device: Opens the device, which is closed again.
         steps: Steps to time with each; their lower quartile counts.
     """
-    device = open_device()
-    try:
+    with closing(open_device()) as device:
         plain_s = _step_s(*_model(device), device, steps)
-    finally:
-        device.close()
-    streamed_s = [_streamed_s(open_device(), kind, steps) for kind in (ALL_HOST, ALL_DEVICE)]
-    return VisitTimes(*(max(s - plain_s, 0.0) / (2 * _UNITS) for s in streamed_s))
+    streamed_s = []
+    for kind in (ALL_HOST, ALL_DEVICE):
+        with closing(open_device()) as device:
+            streamed_s.append(_streamed_s(device, kind, steps))
+    return VisitTimes(*(max((s - plain_s) / (2 * _UNITS), _LEAST_S) for s in streamed_s))
 
 
 def _streamed_s(device: Device, kind: Kind, steps: int) -> float:
-    """Time a step with the engine, which closes the device."""
+    """Time a step with the engine."""
     model, optimizer = _model(device)
     rule = rule_for(optimizer)
     cut = partition(model, units=[nn.Linear], keeps=rule.kept(optimizer.param_groups))

@@ -217,6 +217,10 @@ class Pace:
             return resting_s
         return self._rates.visit_s
 
+    def gathers_on_host(self, unit: str) -> bool:
+        """Return whether new weights come from other ranks in host memory."""
+        return _gathers_on_host(self._plans[unit])
+
     def _visit_s(self, unit: str) -> float:
         return 0.0 if self._rates.host_runs_ahead else self.host_visit_s(unit)
 

@@ -6,8 +6,9 @@ schedule says so and, on a machine without an accelerator, while it computes. Wh
 only known once backward has been played to its end. So steps with such updates are laid out while they are played.
 
 [Note: issuing] An accelerator waits for its own operations, but not for the host's. So a copy is issued only when all
-work of the host that it comes after is over, such as an update or a read from disk. Before the host gives compute an
-operation, it waits until the copies before that operation are issued. Meanwhile it launches nothing.
+work of the host that it comes after is over, such as an update or a read from disk. States on their way to an update on
+the device are issued only when those before them have arrived. Before the host gives compute an operation, it waits
+until the copies before that operation are issued. Meanwhile it launches nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from outcore.planning.paper.schedule import Circumstances, consecutive
 from outcore.planning.paper.weight_cache import nothing_held
 from outcore.planning.timing.player import Played, Player, Task, play
 from outcore.planning.timing.rates import Pace, Rates
-from outcore.spec.lanes import COPY_LANES
+from outcore.spec.lanes import COPY_LANES, Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Operation, Phase, Schedule, Visit
@@ -39,6 +40,7 @@ _EQUAL, _AGREE = 1e-6, 4
 _VISITS = {phase.value for phase in Phase}
 _USE_ACTIVATIONS = "use activations of"
 _COPY_LANES = {lane.value for lane in COPY_LANES}
+_STATES_H2D, _GATHER = Lane.STATES_H2D.value, Lane.GATHER.value
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,8 @@ class _Part(NamedTuple):
 
     name: str
     seconds: float
+    is_on_host: bool
+    """Whether the host does it, and not the accelerator."""
     submit_s: float
     """Seconds that the host takes to submit it: those of a visit where the host runs ahead of compute, else none."""
     launch_s: float
@@ -197,11 +201,11 @@ class _Laying:
         self._pace, self._rates = pace, rates
         self.laid = Laid([], [], [])
         self.submitted: list[tuple[int, ...]] = []
-        """For each task, what the host did last before it submitted it: one task, or none."""
-        self._begin, self._end = 0, -1
+        """For each task, what the host did or waited for last before it submitted it."""
+        self._begin, self._end, self._launch = 0, -1, -1
         self._did: tuple[int, ...] = ()
         self._before_issue: dict[int, tuple[int, ...]] = {}
-        """Task -> work of the host that must be over before the task is issued; for such work itself, the task."""
+        """Task -> what must be over before the task is issued; for work of the host, the task itself."""
         self._last: dict[str, int] = {}
         """Lane of copies -> its last task."""
         self._known: dict[tuple[object, ...], _Part] = {}
@@ -214,7 +218,7 @@ class _Laying:
             what = lane, kind, unit, moved
             if what not in known:
                 known[what] = self._part(Operation(*what, ()))
-            name, seconds, submit_s, launch_s, uses_activations = known[what]
+            name, seconds, is_on_host, submit_s, launch_s, uses_activations = known[what]
             after = tuple([places[begin + i] for i in comes_after if begin + i >= 0])
             if runs_ahead and lane == COMPUTE and (awaited := self._awaited(after)):
                 did = self._latest((*did, *awaited))
@@ -222,9 +226,8 @@ class _Laying:
                 submitted.append(did)
                 tasks.append(Task(HOST, f"submit {name}", submit_s, 0, did))
                 did = (len(tasks) - 1,)
-            if uses_activations:  # the backward begun before it computes only when they are there
-                begun = tasks[end]
-                tasks[end], name, seconds = begun._replace(seconds=0.0), begun.name, begun.seconds
+            if uses_activations:
+                name, seconds, launch_s = self._postponed(end)
             place = len(tasks)
             submitted.append(did)
             tasks.append(Task(lane, name, seconds, moved, after + did))
@@ -232,21 +235,40 @@ class _Laying:
             if lane == COMPUTE:
                 end = place
             elif runs_ahead and lane != HOST:
-                self._issue(lane, place, after)
+                self._issue(lane, place, after, is_on_host=is_on_host)
             if lane == HOST or (lane == COMPUTE and not runs_ahead):
                 did = (place,)
             if launch_s:  # launching goes on while its first kernels run
                 submitted.append(did)
                 tasks.append(Task(HOST, f"launch {name}", launch_s, 0, did))
                 did = (place + 1,)
+                self._launch = place + 1
         self._end, self._did = end, did
 
-    def _issue(self, lane: str, place: int, after: tuple[int, ...]) -> None:
+    def _postponed(self, begun: int) -> tuple[str, float, float]:
+        """Take the time of a backward: it computes, and is launched, only when its activations are there.
+
+        Returns:
+            Its name, its seconds, and those of its launch.
+        """
+        tasks, launch_s = self.laid.tasks, 0.0
+        if self._launch == begun + 1:
+            launch_s = tasks[self._launch].seconds
+            tasks[self._launch] = tasks[self._launch]._replace(seconds=0.0)
+        name, seconds = tasks[begun].name, tasks[begun].seconds
+        tasks[begun] = tasks[begun]._replace(seconds=0.0)
+        return name, seconds, launch_s
+
+    def _issue(self, lane: str, place: int, after: tuple[int, ...], *, is_on_host: bool) -> None:
         """Note before which work of the host a task cannot be issued."""
-        if lane not in _COPY_LANES:
+        if is_on_host:
             self._before_issue[place] = (place,)
             return
-        if awaited := self._awaited((*after, self._last.get(lane, -1))):
+        last = self._last.get(lane, -1)
+        awaited = self._awaited((*after, last))
+        if lane == _STATES_H2D and last >= 0:  # see [Note: who has the copy engine] in device.cuda
+            awaited = (*awaited, last)
+        if awaited:
             self._before_issue[place] = awaited
         self._last[lane] = place
 
@@ -267,7 +289,8 @@ class _Laying:
         pace, is_visit = self._pace, self._rates.host_runs_ahead and op.kind in _VISITS
         submit_s = pace.host_visit_s(op.unit) if is_visit else 0.0
         launch_s = pace.launch_s(op.unit, op.kind) if is_visit else 0.0
-        return _Part(op.name, pace.seconds(op), submit_s, launch_s, op.kind == _USE_ACTIVATIONS)
+        is_on_host = op.lane not in _COPY_LANES or (op.lane == _GATHER and pace.gathers_on_host(op.unit))
+        return _Part(op.name, pace.seconds(op), is_on_host, submit_s, launch_s, op.kind == _USE_ACTIVATIONS)
 
     def end_step(self) -> None:
         """End the step: the next operations belong to another one."""

@@ -5,8 +5,8 @@ many ATen threads as the node has cores for updates. Kernels leave Python's lock
 two kernels. 15 single threads on 16 cores delayed one another, and the thread that launches the accelerator's kernels.
 On an H200 a step of 105M parameters took 0.156 to 0.175 s with them. With one thread of 15 ATen threads in their place
 it took 0.107 s: its updates 0.058 s instead of 0.113 to 0.117 s, and launching a forward beside them 0.018 s instead of
-0.094 to 0.100 s. Later machines took 0.095 to 0.117 s. Where the host computes, the training loop has ATen threads of its own. There a team of two made steps
-on two cores 1.01 to 1.20 times as long.
+0.094 to 0.100 s. Three machines later that day took 0.106 to 0.117 s with teams. Where the host computes, the training
+loop has ATen threads of its own. There a team of two made steps on two cores 1.01 to 1.20 times as long.
 
 ATen cuts fused kernels between threads at whole vectors, and other operations anywhere. The last elements of a part are
 computed one by one, which rounds differently for some functions. A team does only casts and products beside the fused
@@ -40,8 +40,6 @@ from outcore.device.threads import start_threads
 from outcore.memory.topology import Topology, read_topology
 from outcore.optim.blocks import Piece, split, update_blocks
 from outcore.optim.formats import forget_noise
-from outcore.optim.kernels import is_fused
-from outcore.optim.rules import RuleHyper
 from outcore.optim.sums import Work
 from outcore.runtime.updates.block_sizes import USUAL_BYTES, BlockSizes, kind_of
 
@@ -119,8 +117,8 @@ class UpdateWorkers(Closing):
         """
         whole = [piece for piece in pieces if piece.is_whole]
         parts = [piece for piece in pieces if not piece.is_whole]
-        teamed = [piece for piece in parts if _is_fused(piece)] if self._teams else []
-        alone = [piece for piece in parts if not _is_fused(piece)] if self._teams else parts
+        teamed = [piece for piece in parts if piece.is_fused] if self._teams else []
+        alone = [piece for piece in parts if not piece.is_fused] if self._teams else parts
         if teamed:
             self._share_out(teamed, self._teams, self._team_sizes)
         if alone or not teamed:
@@ -180,13 +178,6 @@ class UpdateWorkers(Closing):
             thread.join()
         if is_idle:
             self._lock.release()
-
-
-def _is_fused(piece: Piece) -> bool:
-    """Whether a fused kernel alone updates it: see [Note: teams]."""
-    if piece.codes is not None or isinstance(piece.hyper, RuleHyper):
-        return False
-    return is_fused(piece.hyper, piece.target.device, piece.update_dtype)
 
 
 def worker_cpus(
