@@ -126,3 +126,18 @@ def test_a_unit_is_updated_as_one_piece():
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
     assert counts == [1, 1, 1]
+
+
+def test_gradients_of_several_dtypes_side_by_side():
+    """The second gradient is in fp32, behind a bf16 one and before another, without a gap."""
+    numels = (64, 128, 64)
+    grads = [
+        random(n, n, dtype) for n, dtype in zip(numels, (torch.bfloat16, torch.float32, torch.bfloat16), strict=True)
+    ]
+    alone, together = (Blocked(OPTIMIZERS["adamw"], numels) for _ in range(2))
+    placed(together, (0, 0, 0))
+    memory = torch.cat([grad.view(torch.uint8) for grad in grads]).split([grad.nbytes for grad in grads])
+    side_by_side = [part.view(grad.dtype) for part, grad in zip(memory, grads, strict=True)]
+    update_blocks(alone.pieces(1, grads), torch.empty(4096, dtype=torch.uint8))
+    update_blocks(join_neighbours(together.pieces(1, side_by_side)), torch.empty(4096, dtype=torch.uint8))
+    assert_same_bits(together.tensors(), alone.tensors())

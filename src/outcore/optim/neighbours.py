@@ -9,7 +9,7 @@ cuts their operations between its threads anywhere, so their bits may depend on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -22,53 +22,62 @@ def join_neighbours(pieces: Sequence[Piece]) -> list[Piece]:
 
     Only pieces that a fused kernel updates have neighbours.
     """
-    runs: list[list[Piece]] = []
+    found: list[Piece] = []
+    run: list[Piece] = []
+    ends: list[int] = []
     for piece in pieces:
-        if runs and _are_neighbours(runs[-1][-1], piece):
-            runs[-1].append(piece)
-        else:
-            runs.append([piece])
-    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
+        tensors = _tensors(piece)
+        begins = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if run and (begins != ends or not _are_alike(run[-1], piece)):
+            found += _joined(run)
+            run = []
+        run.append(piece)
+        ends = [at + (0 if tensor is None else tensor.nbytes) for at, tensor in zip(begins, tensors, strict=True)]
+    return found + (_joined(run) if run else [])
 
 
-def _are_neighbours(one: Piece, other: Piece) -> bool:
+def _tensors(piece: Piece) -> list[Tensor | None]:
+    states = [*piece.states.values(), *piece.old_states.values()]
+    return [piece.target, piece.grad, piece.weights, piece.old_target, *states]
+
+
+def _are_alike(one: Piece, other: Piece) -> bool:
+    """Whether one kernel can update two pieces as one, if the second begins in memory where the first one ends."""
     if one.target.numel() % one.cut_numel or (one.step, one.zero) != (other.step, other.zero):
         return False
     if one.hyper != other.hyper or [*map(id, one.factors)] != [*map(id, other.factors)]:
         return False
     if one.states.keys() != other.states.keys() or one.old_states.keys() != other.old_states.keys():
         return False
-    return all(_touch(*pair) for pair in zip(_tensors(one), _tensors(other), strict=True)) and other.is_fused
+    return _dtypes(one) == _dtypes(other)
 
 
-def _tensors(piece: Piece) -> Iterator[Tensor | None]:
-    yield from (piece.target, piece.grad, piece.weights, piece.old_target)
-    yield from piece.states.values()
-    for name in piece.states:
-        yield piece.old_states.get(name)
+def _dtypes(piece: Piece) -> list[object]:
+    return [None if tensor is None else tensor.dtype for tensor in _tensors(piece)]
 
 
-def _touch(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether one 1D tensor ends where the other one begins, in the same memory."""
-    if one is None or other is None:
-        return one is other
-    if one.dtype != other.dtype or one.data_ptr() + one.nbytes != other.data_ptr():
-        return False
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _joined(run: Sequence[Piece]) -> Piece:
-    first, size = run[0], (sum(piece.target.numel() for piece in run),)
+def _joined(run: list[Piece]) -> list[Piece]:
+    if len(run) == 1 or not all(piece.is_fused for piece in run):
+        return run
+    first, last = _tensors(run[0]), _tensors(run[-1])
+    if any(_storage(one) != _storage(other) for one, other in zip(first, last, strict=True)):
+        return run
+    size = (sum(piece.target.numel() for piece in run),)
 
     def over_all(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.as_strided(size, (1,))
 
-    return replace(
-        first,
-        target=first.target.as_strided(size, (1,)),
-        grad=over_all(first.grad),
-        weights=over_all(first.weights),
-        old_target=over_all(first.old_target),
-        states={name: tensor.as_strided(size, (1,)) for name, tensor in first.states.items()},
-        old_states={name: tensor.as_strided(size, (1,)) for name, tensor in first.old_states.items()},
+    joined = replace(
+        run[0],
+        target=run[0].target.as_strided(size, (1,)),
+        grad=over_all(run[0].grad),
+        weights=over_all(run[0].weights),
+        old_target=over_all(run[0].old_target),
+        states={name: tensor.as_strided(size, (1,)) for name, tensor in run[0].states.items()},
+        old_states={name: tensor.as_strided(size, (1,)) for name, tensor in run[0].old_states.items()},
     )
+    return [joined]
+
+
+def _storage(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().data_ptr()

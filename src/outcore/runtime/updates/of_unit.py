@@ -121,7 +121,7 @@ class UnitUpdate:
     def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
         """Update on compute."""
         pieces = pieces_of(self._gradients, self._changes, grads.memory, states.memory, weights.memory)
-        update_blocks(pieces, self._room(scratch))
+        update_blocks(join_neighbours(pieces), self._room(scratch))
 
     def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> Callable[[], None]:
         """Return the deed of an update in host memory, which the update lane runs."""
@@ -146,7 +146,7 @@ class UnitUpdate:
         parts = [piece for piece in pieces if not (piece.is_whole and on_cpu)]
 
         def deed() -> None:
-            update_blocks(parts, room)
+            update_blocks(join_neighbours(parts), room)
             if whole:
                 run_on(workers, whole)
             copy_all(copies)
@@ -183,7 +183,7 @@ def run_on(workers: UpdateWorkers | None, pieces: Sequence[Piece]) -> None:
     """Update pieces in host memory."""
     if workers is None:
         raise AssertionError("an update on the host without workers")
-    workers.run(pieces)
+    workers.run(join_neighbours(pieces))  # here, so that the thread which submits does not wait for it
 
 
 def copy_all(copies: Copies) -> None:
@@ -215,10 +215,7 @@ def pieces_of(
     old_states: Buffer | None = None,
     old_weights: Buffer | None = None,
 ) -> list[Piece]:
-    """Return the pieces of a unit's update: its parameters, of which neighbours are joined.
-
-    With old buffers the update is out of place.
-    """
+    """Return the pieces of a unit's update, one for each parameter. With old buffers the update is out of place."""
     unit = gradients.unit
     views, weight_views = _views(unit, states), unit.views.own(weights)
     old_views, stored = _views(unit, old_states), gradients.stored_views(grads)
@@ -248,7 +245,7 @@ def pieces_of(
                 likes=likes_of(unit, i) if unit.spec.params[i].is_whole else _NO_LIKES,
             )
         )
-    return join_neighbours(pieces)
+    return pieces
 
 
 def likes_of(unit: Unit, index: int) -> Mapping[str, torch.Tensor]:
