@@ -1,10 +1,11 @@
-"""Parameters that lie side by side in memory are updated as one.
+"""Parameters that lie side by side in host memory are updated as one.
 
 [Note: neighbours] A unit's parameters lie side by side in every home, and mostly have the same settings. Updated one by
 one, each takes several calls of torch. Each call needs Python's lock, and wakes all threads of a team. If an element
 count is a multiple of ``CUT_NUMEL``, the next parameter begins where a block may begin, too. So a fused kernel has the
 same bits for a piece over both as for two pieces ([Note: blocks] in ``optim.blocks``). Other updates stay apart: ATen
-cuts their operations between its threads anywhere, so their bits may depend on where a tensor begins and ends.
+cuts their operations between its threads anywhere, so their bits may depend on where a tensor begins and ends. Updates
+on a device gain nothing: there one kernel takes many parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from outcore.optim.blocks import Piece
+from outcore.optim.blocks import CUT_NUMEL, Piece
 
 
 def join_neighbours(pieces: Sequence[Piece]) -> list[Piece]:
@@ -24,15 +25,16 @@ def join_neighbours(pieces: Sequence[Piece]) -> list[Piece]:
     """
     found: list[Piece] = []
     run: list[Piece] = []
-    ends: list[int] = []
+    ends: list[tuple[int, object]] = []
     for piece in pieces:
         tensors = _tensors(piece)
-        begins = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        begins = [(0, None) if tensor is None else (tensor.data_ptr(), tensor.dtype) for tensor in tensors]
         if run and (begins != ends or not _are_alike(run[-1], piece)):
             found += _joined(run)
             run = []
         run.append(piece)
-        ends = [at + (0 if tensor is None else tensor.nbytes) for at, tensor in zip(begins, tensors, strict=True)]
+        sizes = [0 if tensor is None else tensor.nbytes for tensor in tensors]
+        ends = [(at + size, dtype) for (at, dtype), size in zip(begins, sizes, strict=True)]
     return found + (_joined(run) if run else [])
 
 
@@ -42,42 +44,37 @@ def _tensors(piece: Piece) -> list[Tensor | None]:
 
 
 def _are_alike(one: Piece, other: Piece) -> bool:
-    """Whether one kernel can update two pieces as one, if the second begins in memory where the first one ends."""
-    if one.target.numel() % one.cut_numel or (one.step, one.zero) != (other.step, other.zero):
+    """Whether two pieces have equal settings, and a block may begin where the first one ends."""
+    if one.target.numel() % CUT_NUMEL or one.codes is not None or other.codes is not None:
         return False
-    if one.hyper != other.hyper or [*map(id, one.factors)] != [*map(id, other.factors)]:
+    if (one.step, one.zero, one.hyper) != (other.step, other.zero, other.hyper):
         return False
-    if one.states.keys() != other.states.keys() or one.old_states.keys() != other.old_states.keys():
+    if len(one.factors) != len(other.factors) or any(
+        a is not b for a, b in zip(one.factors, other.factors, strict=True)
+    ):
         return False
-    return _dtypes(one) == _dtypes(other)
-
-
-def _dtypes(piece: Piece) -> list[object]:
-    return [None if tensor is None else tensor.dtype for tensor in _tensors(piece)]
+    return one.states.keys() == other.states.keys() and one.old_states.keys() == other.old_states.keys()
 
 
 def _joined(run: list[Piece]) -> list[Piece]:
-    if len(run) == 1 or not all(piece.is_fused for piece in run):
+    one = run[0]
+    if len(run) == 1 or not one.is_fused:
         return run
-    first, last = _tensors(run[0]), _tensors(run[-1])
-    if any(_storage(one) != _storage(other) for one, other in zip(first, last, strict=True)):
+    pairs = zip(_tensors(one), _tensors(run[-1]), strict=True)
+    if any(
+        a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
+        for a, b in pairs
+        if a is not None and b is not None
+    ):
         return run
-    size = (sum(piece.target.numel() for piece in run),)
-
-    def over_all(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.as_strided(size, (1,))
-
+    size = (sum([piece.target.numel() for piece in run]),)
     joined = replace(
-        run[0],
-        target=run[0].target.as_strided(size, (1,)),
-        grad=over_all(run[0].grad),
-        weights=over_all(run[0].weights),
-        old_target=over_all(run[0].old_target),
-        states={name: tensor.as_strided(size, (1,)) for name, tensor in run[0].states.items()},
-        old_states={name: tensor.as_strided(size, (1,)) for name, tensor in run[0].old_states.items()},
+        one,
+        target=one.target.as_strided(size, (1,)),
+        grad=None if one.grad is None else one.grad.as_strided(size, (1,)),
+        weights=None if one.weights is None else one.weights.as_strided(size, (1,)),
+        old_target=None if one.old_target is None else one.old_target.as_strided(size, (1,)),
+        states={name: tensor.as_strided(size, (1,)) for name, tensor in one.states.items()},
+        old_states={name: tensor.as_strided(size, (1,)) for name, tensor in one.old_states.items()},
     )
     return [joined]
-
-
-def _storage(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.untyped_storage().data_ptr()

@@ -121,7 +121,7 @@ class UnitUpdate:
     def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
         """Update on compute."""
         pieces = pieces_of(self._gradients, self._changes, grads.memory, states.memory, weights.memory)
-        update_blocks(join_neighbours(pieces), self._room(scratch))
+        update_blocks(pieces, self._room(scratch))
 
     def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> Callable[[], None]:
         """Return the deed of an update in host memory, which the update lane runs."""
@@ -146,7 +146,7 @@ class UnitUpdate:
         parts = [piece for piece in pieces if not (piece.is_whole and on_cpu)]
 
         def deed() -> None:
-            update_blocks(join_neighbours(parts), room)
+            update_blocks(parts, room)
             if whole:
                 run_on(workers, whole)
             copy_all(copies)
