@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from saving import small
 
 import outcore
@@ -14,6 +16,8 @@ from outcore.cli import main as cli
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, remove, write_new
 from outcore.saving.found import prune
 from outcore.spec.checkpoint import Manifest
+
+from .conftest import Run
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +100,20 @@ def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     status, out, said = run(monkeypatch, capsys, "verify", str(tmp_path))
     assert (status, out) == (2, "")
     assert "expected checkpoints in" in said
+
+
+def test_export(tmp_path: Path, command: Run):
+    model = small.build("plain", num_blocks=1).requires_grad_(True)  # frozen weights are in no checkpoint
+    with small.prepared(model, tmp_path) as (model, optimizer):
+        outcore.save_checkpoint(model, optimizer, tmp_path, step=3, wait=True)
+        want = {name: value.clone() for name, value in outcore.named_tensors(model)}
+    ended = command("export", tmp_path, tmp_path / "hf")
+    assert (ended.status, ended.out) == (0, f"wrote {tmp_path / 'hf'}\n")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in want.items())
+    assert command("export", tmp_path, tmp_path / "dcp", "--format", "dcp").status == 0
+    assert (tmp_path / "dcp" / ".metadata").is_file()
+    ended = command("export", tmp_path, tmp_path / "other", "--format", "gguf")
+    assert ended.status == 2
+    assert "--format: expected hf or dcp, but got 'gguf'" in ended.err
+    assert not (tmp_path / "other").exists()

@@ -167,3 +167,15 @@ def test_a_sample_is_keyword_arguments(sample, tmp_path):
     model = make()
     with pytest.raises(outcore.ConfigError, match="expected sample to be keyword arguments"):
         outcore.prepare(model, adamw(model), budget=outcore.Budget(disk=str(tmp_path)), sample=sample)
+
+
+def test_arguments_of_prepare_that_are_no_model_and_no_optimizer(tmp_path):
+    model = Tower()
+    with pytest.raises(outcore.ConfigError, match="expected a torch.nn.Module as model, but got a dict"):
+        outcore.prepare({}, adamw(model), device=DEVICE)
+    with pytest.raises(outcore.ConfigError, match="Optimizer or None as optimizer, but got a LambdaLR"):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(adamw(model), lambda _: 1.0)
+        outcore.prepare(model, scheduler, device=DEVICE)
+    with pytest.raises(outcore.ConfigError, match="expected an optimizer beside checkpoint=, but got none"):
+        outcore.prepare(model, None, checkpoint=tmp_path, device=DEVICE)
+    train(model, adamw(model))
