@@ -64,6 +64,15 @@ def test_says_the_order_of_the_updates(answered: Answer):
     assert not any(text[1:] in facts_of(quiet)["time_text"] for text in said)
 
 
+def test_of_several_ranks(config_json: Path, command: Run, tmp_path: Path):
+    given = ("--model", config_json, "--hardware", "a100-80gb", "--batch-size", 1, "--seq-len", 64)
+    many = ("--gpus-per-node", 2, "--nodes", 2, "--host-memory", "1GiB")
+    assert command("plan", *given, *many, "--html", tmp_path / "page.html").status == 0
+    data = json.dumps(data_of((tmp_path / "page.html").read_text()))
+    assert "received by each per step" in data
+    assert "Between ranks" in data
+
+
 @pytest.fixture(scope="module")
 def text(facts: dict[str, Any]) -> str:
     return page(facts)
