@@ -169,7 +169,7 @@ def test_a_sample_is_keyword_arguments(sample, tmp_path):
         outcore.prepare(model, adamw(model), budget=outcore.Budget(disk=str(tmp_path)), sample=sample)
 
 
-def test_arguments_of_prepare_that_are_no_model_and_no_optimizer(tmp_path):
+def test_arguments_of_other_types(tmp_path):
     model = Tower()
     with pytest.raises(outcore.ConfigError, match="expected a torch.nn.Module as model, but got a dict"):
         outcore.prepare({}, adamw(model), device=DEVICE)
@@ -178,4 +178,10 @@ def test_arguments_of_prepare_that_are_no_model_and_no_optimizer(tmp_path):
         outcore.prepare(model, scheduler, device=DEVICE)
     with pytest.raises(outcore.ConfigError, match="expected an optimizer beside checkpoint=, but got none"):
         outcore.prepare(model, None, checkpoint=tmp_path, device=DEVICE)
+    with pytest.raises(outcore.ConfigError, match="expected sample to be keyword arguments .* but got a Tensor"):
+        outcore.prepare(model, adamw(model), sample=batch(), device=DEVICE)
+    with pytest.raises(outcore.ConfigError, match="expected reduction to be one of .*, but got 'sum'"):
+        outcore.prepare(model, adamw(model), reduction="sum", device=DEVICE)
+    with pytest.raises(outcore.ConfigError, match="expected a model that outcore.prepare.. returned, but got a Tower"):
+        outcore.close(model)
     train(model, adamw(model))
