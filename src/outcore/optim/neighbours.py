@@ -16,6 +16,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from outcore.optim.blocks import CUT_NUMEL, Piece
+from outcore.optim.rules import RuleHyper
 
 
 def join_neighbours(pieces: Sequence[Piece]) -> list[Piece]:
@@ -45,7 +46,9 @@ def _tensors(piece: Piece) -> list[Tensor | None]:
 
 def _are_alike(one: Piece, other: Piece) -> bool:
     """Whether two pieces have equal settings, and a block may begin where the first one ends."""
-    if one.target.numel() % CUT_NUMEL or one.codes is not None or other.codes is not None:
+    if isinstance(one.hyper, RuleHyper) or one.codes is not None or other.codes is not None:
+        return False
+    if one.target.numel() % CUT_NUMEL:
         return False
     if (one.step, one.zero, one.hyper) != (other.step, other.zero, other.hyper):
         return False
