@@ -275,7 +275,8 @@ class _Laying:
     def _awaited(self, after: Iterable[int]) -> tuple[int, ...]:
         """Return the work of the host that must be over before these tasks are issued."""
         before = self._before_issue
-        return self._latest(itertools.chain.from_iterable([before[i] for i in after if i in before]))
+        found = [before[i] for i in after if i in before]
+        return found[0] if len(found) == 1 else self._latest(itertools.chain.from_iterable(found)) if found else ()
 
     def _latest(self, indices: Iterable[int]) -> tuple[int, ...]:
         """Return the last task of each lane; those before it are over with it."""
