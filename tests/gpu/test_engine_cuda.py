@@ -194,6 +194,8 @@ def test_factors_are_rounded_wherever_a_gradient_is(kind: str, change: str, tmp_
     try:
         train(want.cuda(), torch.optim.SGD(want.parameters(), lr=1.0))
     except NotImplementedError as error:  # torch 2.11: its scaler has no kernel for bf16 on a GPU
+        if change != "scaler":
+            raise
         pytest.skip(str(error))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     plan = forced(model, optimizer, kind, precision="pure_bf16")[1]

@@ -177,8 +177,8 @@ class TestMeasuring:
     def test_it_is_a_machine_that_plans_can_be_made_for(self, found):
         assert Hardware.from_json(found.to_json()) == found
         assert found.device.runs_ahead == (DEVICE != "cpu")
-        assert found.host.visit_s > 0
-        assert 0 < found.host.resting_visit_s
+        assert found.host.visit_s > 1e-6  # what is not seen is 1e-9
+        assert found.host.resting_visit_s > 1e-6
         assert found.device.plain_update_parameters_per_s > 0
 
     def test_a_plain_plan_is_measured_by_the_kernels_that_it_runs(self):
