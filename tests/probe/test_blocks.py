@@ -101,6 +101,16 @@ def test_blocks_that_do_the_same_are_run_once_and_kept(monkeypatch):
     assert len(runs) == 2, "other kernels"
 
 
+def test_parameters_are_lent_once_for_all_turns(monkeypatch):
+    """Lending them takes longer than launching the kernels of a small block."""
+    lent, turns = [], []
+    lend, turn = blocks._lend, blocks._Measurement._turn
+    monkeypatch.setattr(blocks, "_lend", lambda module, own, then: lend(module, lent.append(module) or own, then))
+    monkeypatch.setattr(blocks._Measurement, "_turn", lambda self, number: turn(self, turns.append(number) or number))
+    timed(make("llama"), sample_of("llama"))
+    assert len(turns) >= 3 * len(lent) > 0
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's clock is not compared")
 def test_the_speed_is_that_of_products_without_autocast(monkeypatch):
     dtypes = []

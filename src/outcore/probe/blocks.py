@@ -14,13 +14,14 @@ two minutes, and equal steps took 0.90 to 1.46 s: the longer, the slower product
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -52,6 +53,9 @@ _OF_FREE = 4
 """Weights with gradients may take one part in this many of the free device memory, and what forwards save another."""
 _SPREAD = 0.02
 """Standard deviation of the values, like that of initial weights."""
+
+
+_T = TypeVar("_T")
 
 
 class Speed:
@@ -107,32 +111,33 @@ class _Part(Protocol):
     """A part of the model that can run: its tensors have values."""
 
     @property
-    def own(self) -> Mapping[str, torch.Tensor]:
-        """Parameters and buffers."""
-
-    @property
     def leaves(self) -> Sequence[torch.Tensor]:
         """Tensors that get gradients."""
 
     def forward(self) -> list[torch.Tensor]:
-        """Run the part. Returns the tensors from which backward begins."""
+        """Run the part, inside ``ready``. Returns the tensors from which backward begins."""
+
+    def ready(self, then: Callable[[], _T]) -> _T:
+        """Call a function while the part's tensors are lent to the model, and return its result."""
 
 
 class _Lent(nn.Module):
-    """Runs the forward of a module with lent parameters, without the hooks of the module's own call."""
+    """Calls a function while parameters are lent to a module."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, then: Callable[[], Any]) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._then = module, then
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.forward(*args, **kwargs)
+    def forward(self) -> Any:
+        return self._then()
 
 
-def _run(module: nn.Module, own: Mapping[str, torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    lent = {f"module.{name}": tensor for name, tensor in own.items()}
+def _lend(module: nn.Module, own: Mapping[str, torch.Tensor], then: Callable[[], _T]) -> _T:
+    """Lend tensors for all turns at once: lending takes longer than launching the kernels of a small block."""
     with left_as_it_is(module):
-        return torch.func.functional_call(_Lent(module), lent, tuple(args), dict(kwargs))
+        lent = {f"module.{name}": tensor for name, tensor in own.items()}
+        result: _T = torch.func.functional_call(_Lent(module, then), lent, ())
+        return result
 
 
 class _Block:
@@ -141,17 +146,21 @@ class _Block:
     def __init__(self, cut: Partition, call: Call, device: Device) -> None:
         names = [unit.name for unit in cut.spec.units]
         self._module = cut.modules[names.index(call.unit)]
-        self.own = _own(cut, self._module, device.torch_device)
+        self._own = _own(cut, self._module, device.torch_device)
         given = [_value(leaf.empty()) if isinstance(leaf, Shape) else leaf for leaf in call.leaves]
         for shape, value in zip(call.leaves, given, strict=True):
             if isinstance(shape, Shape) and shape.requires_grad:
                 value.requires_grad_()
         self._args, self._kwargs = pytree.tree_unflatten(given, call.form)
-        self.leaves = _leaves([*self.own.values(), *given])
+        self.leaves = _leaves([*self._own.values(), *given])
 
     def forward(self) -> list[torch.Tensor]:
-        """Run the call. Returns those of its results that require gradients."""
-        return _leaves(pytree.tree_leaves(_run(self._module, self.own, self._args, self._kwargs)))
+        """Run the call, without the hooks of the module's own. Returns those of its results that require gradients."""
+        return _leaves(pytree.tree_leaves(self._module.forward(*self._args, **self._kwargs)))
+
+    def ready(self, then: Callable[[], _T]) -> _T:
+        """Call a function while the block has its tensors."""
+        return _lend(self._module, self._own, then)
 
 
 class _Rest:
@@ -160,20 +169,24 @@ class _Rest:
     def __init__(self, cut: Partition, sample: Mapping[str, Any], calls: Calls, device: Device) -> None:
         self._cut, self._calls, where = cut, calls, device.torch_device
         prefixes = tuple(f"{unit.name}." for unit in cut.spec.units[1:])
-        self.own = _own(cut, cut.modules[0], where, but=prefixes)
-        self.leaves = _leaves(self.own.values())
+        self._own = _own(cut, cut.modules[0], where, but=prefixes)
+        self.leaves = _leaves(self._own.values())
         self._batch = pytree.tree_map_only(
             torch.Tensor, lambda t: torch.zeros_like(t, device=where) if t.is_meta else t.detach().to(where), sample
         )
 
     def forward(self) -> list[torch.Tensor]:
         """Run the model. Returns the loss, or nothing where there is none."""
+        loss = loss_of(self._cut.modules[0].forward(**self._batch))
+        return [] if loss is None else [loss]
+
+    def ready(self, then: Callable[[], _T]) -> _T:
+        """Call a function while the model has its tensors, and its blocks compute nothing."""
         with ExitStack() as undo:
             for unit, module in zip(self._cut.spec.units[1:], self._cut.modules[1:], strict=True):
-                results = iter([self._calls.kinds[kind].result for kind in self._calls.of.get(unit.name, ())])
-                undo.callback(stand_in(module, partial(_passed, results)))
-            loss = loss_of(_run(self._cut.modules[0], self.own, (), self._batch))
-        return [] if loss is None else [loss]
+                results = [self._calls.kinds[kind].result for kind in self._calls.of.get(unit.name, ())]
+                undo.callback(stand_in(module, partial(_passed, itertools.cycle(results))))
+            return _lend(self._cut.modules[0], self._own, then)
 
 
 def _passed(results: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +245,8 @@ def _measured(make: Callable[[], _Part], nbytes: int, device: Device, speed: Spe
     states = random_states(device)
     try:
         with torch.enable_grad():
-            return _Measurement(make(), device, speed).measured()
+            part = make()
+            return part.ready(_Measurement(part, device, speed).measured)
     except Exception:  # it cannot run alone, or not with such values: the caller counts its operations
         return None
     finally:

@@ -209,11 +209,11 @@ class _Search:
 
     def _fastest(self, ordered: Iterable[Candidate], most: int) -> list[Candidate]:
         """Return the fastest. Args: ordered: Ordered by their bounds, so that most need not be simulated."""
-        ordered, looks, found = list(ordered), self._looks, list[Candidate]()
-        looks.simulate((looks.plan(candidate), candidate.saves) for candidate in ordered[:most])
-        for candidate in ordered:
-            if len(found) < most or looks.coarse_s(candidate) < looks.seconds(found[-1]):
-                found = sorted([*found, candidate], key=looks.seconds)[:most]
+        looks, found = self._looks, list[Candidate]()
+        open_ones = (c for c in ordered if len(found) < most or looks.coarse_s(c) < looks.seconds(found[-1]))
+        while several := list(itertools.islice(open_ones, looks.simulated.at_once)):
+            looks.simulate((looks.plan(candidate), candidate.saves) for candidate in several)
+            found = sorted([*found, *several], key=looks.seconds)[:most]
         return found
 
     def _keeps_all(self, candidate: Candidate) -> bool:
