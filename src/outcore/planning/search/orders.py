@@ -18,7 +18,7 @@ from outcore.planning.search.looks import Looks
 from outcore.planning.search.runners_up import SMALLEST_GAIN
 from outcore.spec.model import ModelSpec
 
-_TRIED, _SIMULATED_UNITS = 60, 750
+_TRIED, _SIMULATED_UNITS = 120, 750
 """The most orders that are tried, and the most units in all simulated steps together."""
 
 T = TypeVar("T")
