@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from outcore.planning.forward import dear
 from outcore.planning.forward.activations import footprint_of
-from outcore.planning.forward.footprint import Footprint, Saved, Step
+from outcore.planning.forward.footprint import Footprint, Saved, Step, as_run
 from outcore.planning.units.partition import Partition, partition
-from outcore.spec.plan import POLICIES, TIERS, UnitPlan
+from outcore.spec.plan import POLICIES, TIERS, Plan, UnitPlan
 
 SAVED = Saved(keep=100, select=40, recompute=10, kept=100, cast=0)
 NAMES = ("a", "b", "c", "d")
@@ -63,6 +63,16 @@ def units(policy: str, tier: str) -> list[UnitPlan]:
 )
 def test_peak_of_policies(policy: str, tier: str, most: int) -> None:
     assert FOOTPRINT.peak_bytes(units(policy, tier)) == most
+
+
+def test_casts_and_small_storages_take_room_of_what_is_kept() -> None:
+    """A call of a run takes as much for them (``runtime.activations.policies.Count``)."""
+    saved = dict.fromkeys(NAMES, dataclasses.replace(SAVED, kept=120, small=7))
+    plan = Plan(precision="bf16", units=tuple(units("recompute", "device")), pools=(), prefetch_depth=0)
+    kept = [unit.policy for unit in as_run(plan, saved, 2 * 127).units]
+    assert kept == ["keep", "keep", "recompute", "recompute"]
+    assert [unit.policy for unit in as_run(plan, saved, 2 * 127 - 1).units].count("keep") == 1
+    assert dataclasses.replace(FOOTPRINT, saved=saved).keep_bytes == 4 * 127
 
 
 class Rows(nn.Module):

@@ -34,6 +34,11 @@ class Saved:
     small: int = 0
     """Bytes that ``keep`` holds beside that, in storages so small that they stay on the device in any case."""
 
+    @property
+    def held(self) -> int:
+        """Bytes that ``keep`` takes of the room where nothing leaves."""
+        return self.kept + self.small
+
     def of(self, policy: Policy) -> int:
         """Return the bytes of a policy."""
         found: int = getattr(self, policy)
@@ -138,7 +143,7 @@ class Footprint:
     @property
     def keep_bytes(self) -> int:
         """Bytes that all units save if they keep everything."""
-        return self.pieces * sum(saved.keep for saved in self.saved.values())
+        return self.pieces * sum(saved.held for saved in self.saved.values())
 
     def peak_bytes(self, units: Iterable[UnitPlan]) -> int:
         """Return the most device bytes beside the plan's own, with the policies of these units."""
@@ -193,7 +198,7 @@ def as_run(plan: Plan, saved: Mapping[str, Saved], nbytes: int) -> Plan:
     """
     units = []
     for unit in plan.units:
-        taken = saved[unit.name].keep if unit.policy != "keep" and unit.name in saved else nbytes + 1
+        taken = saved[unit.name].held if unit.policy != "keep" and unit.name in saved else nbytes + 1
         units.append(_kept(unit) if taken <= nbytes else unit)
         nbytes -= taken if taken <= nbytes else 0
     return replace(plan, units=tuple(units))
