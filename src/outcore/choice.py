@@ -7,6 +7,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -21,7 +22,7 @@ from outcore.planning.forward.casts import Autocast
 from outcore.planning.forward.footprint import Footprint
 from outcore.planning.homes.check import check_plan, room_bytes, with_room
 from outcore.planning.homes.early import with_early_updates
-from outcore.planning.homes.placement import needs, place
+from outcore.planning.homes.placement import place
 from outcore.planning.homes.sending import Sending, undecided, workspace_bytes
 from outcore.planning.search.candidates import Candidate
 from outcore.planning.timing.counted import counted_work
@@ -245,22 +246,16 @@ class Planner:
         self._footprint = timed.footprint if is_asked else None
 
     def placed(self) -> Placed:
-        """Find a plan. Activations rest where the user wants them, else where the predicted step is shortest.
-
-        Raises:
-            PlanInfeasibleError: Nothing fits. The error is that of the way that needs least.
-        """
+        """Find a plan. Activations rest where the user wants them, else where the predicted step is shortest."""
         if self._tier is not None:
             return self._searched(self._most_saved(self._sendings(self._tier)), [])
         others = [*self._selected(), *self._anywhere()]
         try:
             return self._searched(self._placed(None), others)
-        except PlanInfeasibleError as error:
-            stays = error
-        try:
-            return self._searched(self._most_saved(list(self._anywhere())), others)
-        except PlanInfeasibleError as error:
-            raise min(stays, error, key=needs) from None
+        except PlanInfeasibleError:
+            with suppress(PlanInfeasibleError):
+                return self._searched(self._most_saved(list(self._anywhere())), others)
+            raise
 
     def _searched(self, usual: Placed, others: Sequence[Sending]) -> Placed:
         """Return the fastest plan. Args: usual: The rule's plan. others: Other ways to treat activations."""
@@ -297,7 +292,7 @@ class Planner:
             try:
                 return self._placed(sending)
             except PlanInfeasibleError as caught:
-                error = min(error, caught, key=needs)
+                error = caught
         raise error
 
     def _anywhere(self) -> Iterator[Sending]:

@@ -18,7 +18,6 @@ from outcore.device.device import Device
 from outcore.device.opening import device_of_rank
 from outcore.optim.rules import UpdateRule, said
 from outcore.planning.homes.check import check_plan
-from outcore.planning.homes.placement import needs
 from outcore.planning.timing.ranks import Ranks
 from outcore.planning.units.partition import Partition
 from outcore.ranks.agreement import agree, least_limits
@@ -28,7 +27,7 @@ from outcore.runtime.unit.unit import Unit
 from outcore.runtime.values.fill import Values
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import ModelSpec, Sharing
-from outcore.spec.plan import Plan
+from outcore.spec.plan import TIERS, Plan
 
 P = TypeVar("P")
 T = TypeVar("T", bound=str)
@@ -223,7 +222,7 @@ def fastest(
         try:
             made = make(mine, timed)
         except PlanInfeasibleError as caught:
-            error = caught if error is None else min(error, caught, key=needs)
+            error = caught if error is None else min(error, caught, key=_needs)
             continue
         plan = made[0]
         if in_order:
@@ -236,6 +235,11 @@ def fastest(
     if best is None:
         raise AssertionError("there is no way to have weights") if error is None else error
     return best
+
+
+def _needs(error: PlanInfeasibleError) -> list[int]:
+    """Return the bytes that would do: the device's first, which counts most."""
+    return [error.required_bytes.get(tier, 0) for tier in TIERS]
 
 
 def _can_share(world: World) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from outcore.cli.plan.answer import answer
-from outcore.core.errors import PlanInfeasibleError
 from outcore.forecast import Forecast, Loop
 from outcore.planning.forward import watch
 from outcore.planning.homes.reservations import tier_bytes
@@ -65,20 +64,3 @@ def test_the_least_is_that_of_the_way_with_activations_that_needs_least(
     assert found.least.with_others["host"] == 0
     less = answer(asked(config_json, tmp_path / "hardware.json", **options, host_memory="1B"))
     assert less.found.plan.tier_bytes["host"] == 0
-
-
-def test_a_refusal_names_what_the_way_needs_that_needs_least(
-    config_json: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """To send activations away takes less of the device than to keep arguments there, and recompute."""
-    monkeypatch.setattr(watch, "SMALL_BYTES", 64)
-    options: dict[str, Any] = {"seq_len": 512, "batch_size": 4, "host_memory": "1GiB"}
-    machine = tmp_path / "hardware.json"
-    known_hardware("rtx-4090+no-disk").save(machine)
-    with pytest.raises(PlanInfeasibleError) as refused:
-        answer(asked(config_json, machine, device_memory="1MiB", **options))
-    least = refused.value.raise_one_to["device"]
-    found = answer(asked(config_json, machine, device_memory=f"{least}B", **options))
-    assert found.sending is not None
-    with pytest.raises(PlanInfeasibleError):
-        answer(asked(config_json, machine, device_memory=f"{least - 1}B", **options))

@@ -18,7 +18,6 @@ import bisect
 import dataclasses
 import functools
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -41,7 +40,7 @@ from outcore.spec.budget import Limits
 from outcore.spec.cut import is_resident, shared
 from outcore.spec.layout import lay_out_states
 from outcore.spec.model import ModelSpec, UnitSpec
-from outcore.spec.plan import TIERS, Plan, Policy, Tier, UnitPlan
+from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
 
 
 def place(
@@ -112,15 +111,6 @@ def least(model: ModelSpec, limits: Limits, room: Room) -> Least:
     """
     search = _Search(model, limits, None, room)
     return Least(search.bytes(search.least(), LEAST)._asdict(), search.raise_one_to())  # type: ignore[arg-type]
-
-
-def needs(error: PlanInfeasibleError) -> list[float]:
-    """Return the bytes that an error asks for, to compare errors: the device's first, which count most.
-
-    What would do beside the other limits as they are goes before what would do at all. Infinite if nothing would.
-    """
-    at_all = [error.required_bytes.get(tier, 0) for tier in TIERS] if error.required_bytes else [math.inf]
-    return [error.raise_one_to.get("device", math.inf), *at_all]
 
 
 class Room(NamedTuple):

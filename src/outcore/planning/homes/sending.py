@@ -11,9 +11,8 @@ from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 from outcore.planning.forward.footprint import STAY, Footprint
 from outcore.planning.homes.share import spread
-from outcore.planning.homes.table import as_budget
 from outcore.spec.budget import Limits
-from outcore.spec.plan import TIERS, Plan, Policy, Pool, Tier, UnitPlan
+from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
 
 WORKSPACE_SHARE = 1.03
 """Factor on the bytes that shapes tell: kernels take workspaces of their own."""
@@ -102,17 +101,10 @@ class Sending:
         """Return the error of a plan for the rest of the limits, with what activations take added to its numbers."""
         taken = self.taken
         said = ", ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in taken.items() if nbytes)
-        required, raised = (
-            {tier: part[tier] + taken[tier] for tier in TIERS if tier in part}
-            for part in (error.required_bytes, error.raise_one_to)
-        )
-        text = (
-            f"{error}\nActivations that rest on {self.tier} take {said} besides, which the numbers above leave out; "
-            f"with them, give {as_budget(required)} or more"
-        )
-        alone = " or ".join(f"{tier}{'_bytes' * (tier == 'disk')}={nbytes}" for tier, nbytes in raised.items())
-        text += f", or {alone} with the other tiers as they are" if alone else ""
-        return PlanInfeasibleError(text, dict(required.items()), dict(raised.items()))
+        required = {tier: nbytes + taken[tier] for tier, nbytes in error.required_bytes.items()}  # type: ignore[index]
+        raised = {tier: nbytes + taken[tier] for tier, nbytes in error.raise_one_to.items()}  # type: ignore[index]
+        text = f"{error}\nActivations that rest on {self.tier} take {said} besides, which the numbers above leave out."
+        return PlanInfeasibleError(text, required, raised)
 
     def applied(self, plan: Plan) -> Plan:
         """Return the plan with these activations. Args: plan: A plan that was made for what was left."""

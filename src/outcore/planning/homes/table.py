@@ -74,7 +74,7 @@ def infeasible_table(
         if reserve:
             rows.append(("  activations (reserved)", "", format_bytes(reserve)))
     lines.append(_align(rows))
-    lines.append(f"give {as_budget(required_bytes)} or more, or train a smaller model or with smaller units")
+    lines.append(f"give {_as_budget(required_bytes)} or more, or train a smaller model or with smaller units")
     if raise_one_to:
         lines.append("or raise one tier and leave the others as they are:")
         lines.append(
@@ -173,8 +173,7 @@ def _budget(tier: Tier, limits: Limits) -> int | None:
     return {"device": limits.device_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes}[tier]
 
 
-def as_budget(required_bytes: Mapping[Tier, int]) -> str:
-    """Return the budget of these bytes as Python has it."""
+def _as_budget(required_bytes: Mapping[Tier, int]) -> str:
     sizes = ", ".join(f"{tier}={required_bytes[tier]}" for tier in ("device", "host") if required_bytes[tier])
     disk = f", disk=..., disk_bytes={required_bytes['disk']}" if required_bytes["disk"] else ""
     return f"Budget({sizes}{disk})"
