@@ -219,6 +219,30 @@ def test_a_block_that_does_not_run_alone_is_counted():
     assert all(module.forward.__func__ is Stubborn.forward for module in model[1:])
 
 
+class Remembering(nn.Module):
+    """A block whose forward uses the graph of the forward before, and that raises when it was called often."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.linear, self.before, self.calls = nn.Linear(8, 8), None, 0
+        self.register_buffer("one", buffer)
+        self.register_buffer("other", buffer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 3:
+            raise ValueError("called too often")
+        x = self.linear(x) + self.one + self.other
+        self.before = x if self.before is None else x + self.before
+        return self.before
+
+
+def test_turns_do_not_see_what_others_left_in_the_module():
+    model = nn.Sequential(nn.Linear(8, 8), Remembering(torch.ones(8)))
+    assert all(each.measured for each in timed(model, {"input": torch.ones(2, 8)}, units=[Remembering]).values())
+    assert (model[1].calls, model[1].before) == (0, None)
+
+
 def test_what_takes_too_much_memory_is_counted(monkeypatch):
     monkeypatch.setattr(blocks, "_OF_FREE", 2**60)
     assert all(each.measured is None for each in timed(make("llama"), sample_of("llama")).values())

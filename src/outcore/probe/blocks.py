@@ -18,7 +18,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -120,6 +120,9 @@ class _Part(Protocol):
     def ready(self, then: Callable[[], _T]) -> _T:
         """Call a function while the part's tensors are lent to the model, and return its result."""
 
+    def left_as_it_is(self) -> AbstractContextManager[None]:
+        """Restore the attributes of the part's modules after the block."""
+
 
 class _Lent(nn.Module):
     """Calls a function while parameters are lent to a module."""
@@ -162,6 +165,10 @@ class _Block:
         """Call a function while the block has its tensors."""
         return _lend(self._module, self._own, then)
 
+    def left_as_it_is(self) -> AbstractContextManager[None]:
+        """Restore the attributes of the block's modules."""
+        return left_as_it_is(self._module)
+
 
 class _Rest:
     """A model whose blocks compute nothing: each returns its arguments, or zeros of the right shapes."""
@@ -187,6 +194,10 @@ class _Rest:
                 results = [self._calls.kinds[kind].result for kind in self._calls.of.get(unit.name, ())]
                 undo.callback(stand_in(module, partial(_passed, itertools.cycle(results))))
             return _lend(self._cut.modules[0], self._own, then)
+
+    def left_as_it_is(self) -> AbstractContextManager[None]:
+        """Restore the attributes of all modules."""
+        return left_as_it_is(self._cut.modules[0])
 
 
 def _passed(results: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
@@ -220,9 +231,12 @@ def _own(cut: Partition, module: nn.Module, device: torch.device, but: tuple[str
             made[id(p)] = _value(torch.empty(p.shape, dtype=dtype, device=device)).requires_grad_(p.requires_grad)
         found[name] = made[id(p)]
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        if not name.startswith(but):
+        if name.startswith(but):
+            continue
+        if id(buffer) not in made:
             is_there = not buffer.is_meta
-            found[name] = buffer.to(device, copy=True) if is_there else torch.zeros_like(buffer, device=device)
+            made[id(buffer)] = buffer.to(device, copy=True) if is_there else torch.zeros_like(buffer, device=device)
+        found[name] = made[id(buffer)]
     return found
 
 
@@ -243,33 +257,42 @@ def _measured(make: Callable[[], _Part], nbytes: int, device: Device, speed: Spe
     if 2 * nbytes > device.memory_bytes() // _OF_FREE:
         return None
     states = random_states(device)
-    try:
-        with torch.enable_grad():
-            part = make()
-            return part.ready(_Measurement(part, device, speed).measured)
-    except Exception:  # it cannot run alone, or not with such values: the caller counts its operations
-        return None
-    finally:
-        torch.clear_autocast_cache()
-        restore_random_states(states, device)
+    for at_a_time in (_AT_A_TIME, 1):  # a forward may change the module so that another one before backward fails
+        try:
+            with torch.enable_grad():
+                return _Measurement(make(), device, speed, at_a_time).measured()
+        except Exception:  # it cannot run alone, or not with such values: the caller counts its operations
+            continue
+        finally:
+            torch.clear_autocast_cache()
+            restore_random_states(states, device)
+    return None
 
 
 class _Measurement:
     """Takes turns of one part. A turn is some forwards, then their backwards."""
 
-    def __init__(self, part: _Part, device: Device, speed: Speed) -> None:
-        self._part, self._device, self._speed = part, device, speed
+    def __init__(self, part: _Part, device: Device, speed: Speed, at_a_time: int) -> None:
+        """Args: at_a_time: The most forwards in a turn."""
+        self._part, self._device, self._speed, self._at_a_time = part, device, speed, at_a_time
         self._autocast = Autocast.now(device.torch_device)
 
     def measured(self) -> UnitTimes:
         """Return the median times of a turn, per forward and backward, at the probe's speed."""
-        start_s, saved_bytes = time.perf_counter(), self._saved_bytes()
+        return self._part.ready(self._turns)
+
+    def _turns(self) -> UnitTimes:
+        start_s = time.perf_counter()
+        with self._part.left_as_it_is():
+            saved_bytes = self._saved_bytes()
         first_s = time.perf_counter() - start_s
         most = self._device.memory_bytes() // _OF_FREE // max(saved_bytes, 1)
-        number = max(1, min(_AT_A_TIME, most, math.ceil(MOST_S / _LEAST_TURNS / first_s)))
+        number = max(1, min(self._at_a_time, most, math.ceil(MOST_S / _LEAST_TURNS / first_s)))
         start_s, turns, before = time.perf_counter(), list[list[float]](), self._speed.now()
         while len(turns) < _LEAST_TURNS or time.perf_counter() - start_s < _LEAST_S:
-            turn, after = self._turn(number), self._speed.now()
+            with self._part.left_as_it_is():
+                turn = self._turn(number)
+            after = self._speed.now()
             turns.append([(before + after) / 2 * seconds for seconds in turn])
             before = after
         return UnitTimes(*(median(column) for column in zip(*turns, strict=True)))

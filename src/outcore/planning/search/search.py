@@ -213,7 +213,9 @@ class _Search:
         open_ones = (c for c in ordered if len(found) < most or looks.coarse_s(c) < looks.seconds(found[-1]))
         while several := list(itertools.islice(open_ones, looks.simulated.at_once)):
             looks.simulate((looks.plan(candidate), candidate.saves) for candidate in several)
-            found = sorted([*found, *several], key=looks.seconds)[:most]
+            for candidate in several:  # compared one by one: how many are simulated at once makes no difference
+                if len(found) < most or looks.coarse_s(candidate) < looks.seconds(found[-1]):
+                    found = sorted([*found, candidate], key=looks.seconds)[:most]
         return found
 
     def _keeps_all(self, candidate: Candidate) -> bool:

@@ -139,7 +139,9 @@ class Player:
         """Task -> when it will be over at the current speeds."""
         self._begun: list[int] = []
         """Tasks that begin now and take time."""
-        self._fair, self._counts = rates.known.setdefault(Fair, Fair(rates)), 0
+        if Fair not in rates.known:
+            rates.known[Fair] = Fair(rates)
+        self._fair, self._counts = rates.known[Fair], 0
         self._speeds = self._fair[0]
         self._now, self._latest = 0.0, -1
 
