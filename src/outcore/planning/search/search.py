@@ -271,8 +271,6 @@ class _Search:
         others = sorted(filter(self._fits, filled), key=lambda c: (looks.busiest(c), c.order))[:_ESTIMATED]
         return self._lowest((other for other in others if looks.busiest(other)[0] < enough_s), 1)
 
-    # Finding some.
-
     def _firsts(self) -> list[Candidate]:
         """Return one filling for each of the ways with activations that are fastest."""
         ways = list(dict.fromkeys(self._job.ways))
