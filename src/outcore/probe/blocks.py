@@ -18,7 +18,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -111,6 +111,10 @@ class _Part(Protocol):
     """A part of the model that can run: its tensors have values."""
 
     @property
+    def module(self) -> nn.Module:
+        """The module that runs."""
+
+    @property
     def leaves(self) -> Sequence[torch.Tensor]:
         """Tensors that get gradients."""
 
@@ -119,9 +123,6 @@ class _Part(Protocol):
 
     def ready(self, then: Callable[[], _T]) -> _T:
         """Call a function while the part's tensors are lent to the model, and return its result."""
-
-    def left_as_it_is(self) -> AbstractContextManager[None]:
-        """Restore the attributes of the part's modules after the block."""
 
 
 class _Lent(nn.Module):
@@ -148,8 +149,8 @@ class _Block:
 
     def __init__(self, cut: Partition, call: Call, device: Device) -> None:
         names = [unit.name for unit in cut.spec.units]
-        self._module = cut.modules[names.index(call.unit)]
-        self._own = _own(cut, self._module, device.torch_device)
+        self.module = cut.modules[names.index(call.unit)]
+        self._own = _own(cut, self.module, device.torch_device)
         given = [_value(leaf.empty()) if isinstance(leaf, Shape) else leaf for leaf in call.leaves]
         for shape, value in zip(call.leaves, given, strict=True):
             if isinstance(shape, Shape) and shape.requires_grad:
@@ -159,24 +160,20 @@ class _Block:
 
     def forward(self) -> list[torch.Tensor]:
         """Run the call, without the hooks of the module's own. Returns those of its results that require gradients."""
-        return _leaves(pytree.tree_leaves(self._module.forward(*self._args, **self._kwargs)))
+        return _leaves(pytree.tree_leaves(self.module.forward(*self._args, **self._kwargs)))
 
     def ready(self, then: Callable[[], _T]) -> _T:
         """Call a function while the block has its tensors."""
-        return _lend(self._module, self._own, then)
-
-    def left_as_it_is(self) -> AbstractContextManager[None]:
-        """Restore the attributes of the block's modules."""
-        return left_as_it_is(self._module)
+        return _lend(self.module, self._own, then)
 
 
 class _Rest:
     """A model whose blocks compute nothing: each returns its arguments, or zeros of the right shapes."""
 
     def __init__(self, cut: Partition, sample: Mapping[str, Any], calls: Calls, device: Device) -> None:
-        self._cut, self._calls, where = cut, calls, device.torch_device
+        self._cut, self._calls, self.module, where = cut, calls, cut.modules[0], device.torch_device
         prefixes = tuple(f"{unit.name}." for unit in cut.spec.units[1:])
-        self._own = _own(cut, cut.modules[0], where, but=prefixes)
+        self._own = _own(cut, self.module, where, but=prefixes)
         self.leaves = _leaves(self._own.values())
         self._batch = pytree.tree_map_only(
             torch.Tensor, lambda t: torch.zeros_like(t, device=where) if t.is_meta else t.detach().to(where), sample
@@ -184,7 +181,7 @@ class _Rest:
 
     def forward(self) -> list[torch.Tensor]:
         """Run the model. Returns the loss, or nothing where there is none."""
-        loss = loss_of(self._cut.modules[0].forward(**self._batch))
+        loss = loss_of(self.module.forward(**self._batch))
         return [] if loss is None else [loss]
 
     def ready(self, then: Callable[[], _T]) -> _T:
@@ -193,11 +190,7 @@ class _Rest:
             for unit, module in zip(self._cut.spec.units[1:], self._cut.modules[1:], strict=True):
                 results = [self._calls.kinds[kind].result for kind in self._calls.of.get(unit.name, ())]
                 undo.callback(stand_in(module, partial(_passed, itertools.cycle(results))))
-            return _lend(self._cut.modules[0], self._own, then)
-
-    def left_as_it_is(self) -> AbstractContextManager[None]:
-        """Restore the attributes of all modules."""
-        return left_as_it_is(self._cut.modules[0])
+            return _lend(self.module, self._own, then)
 
 
 def _passed(results: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
@@ -283,14 +276,14 @@ class _Measurement:
 
     def _turns(self) -> UnitTimes:
         start_s = time.perf_counter()
-        with self._part.left_as_it_is():
+        with left_as_it_is(self._part.module):
             saved_bytes = self._saved_bytes()
         first_s = time.perf_counter() - start_s
         most = self._device.memory_bytes() // _OF_FREE // max(saved_bytes, 1)
         number = max(1, min(self._at_a_time, most, math.ceil(MOST_S / _LEAST_TURNS / first_s)))
         start_s, turns, before = time.perf_counter(), list[list[float]](), self._speed.now()
         while len(turns) < _LEAST_TURNS or time.perf_counter() - start_s < _LEAST_S:
-            with self._part.left_as_it_is():
+            with left_as_it_is(self._part.module):
                 turn = self._turn(number)
             after = self._speed.now()
             turns.append([(before + after) / 2 * seconds for seconds in turn])
