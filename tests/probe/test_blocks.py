@@ -6,6 +6,9 @@ import dataclasses
 import math
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from parity.zoo import batches, make
 from torch import nn
 
 from outcore.choice import Options, Timed
+from outcore.device.device import Device
 from outcore.device.opening import device_name, open_device
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.known_hardware import known_hardware
@@ -26,10 +30,12 @@ from outcore.probe.blocks import Speed
 from outcore.probe.kept import Machine
 from outcore.probe.kept_blocks import KeptBlocks, with_times
 from outcore.probe.loads import Load
+from outcore.probe.small_block import SmallBlock
 from outcore.spec.hardware import Hardware
 
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
-MACHINE = known_hardware("rtx-4090")
+_KNOWN = known_hardware("rtx-4090")
+MACHINE = dataclasses.replace(_KNOWN, device=dataclasses.replace(_KNOWN.device, blocks_per_s=50.0))
 STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -37,6 +43,16 @@ STATES = ("exp_avg", "exp_avg_sq")
 def _short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(blocks, "_LEAST_S", 0.0)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def sample_of(name: str) -> dict[str, Any]:
@@ -112,22 +128,31 @@ def test_parameters_are_lent_once_for_all_turns(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's clock is not compared")
-def test_the_speed_is_that_of_products_without_autocast(monkeypatch):
+def test_the_speed_is_that_of_a_block_without_autocast(monkeypatch):
+    """Whatever the user's settings are. None of the user's random numbers is drawn for it."""
     dtypes = []
     monkeypatch.setattr(blocks, "usual_speed", lambda load, seconds: dtypes.append(load.turn()) or 1.0)
-    monkeypatch.setattr(blocks, "products", lambda *given: Load("compute", 1.0, product))
+    monkeypatch.setattr(blocks, "blocks", lambda device: Load("compute", 1.0, partial(dtype_of_forward, device)))
 
-    def product() -> torch.dtype:
-        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    def dtype_of_forward(device: Device) -> torch.dtype:
+        block = SmallBlock(device.torch_device)
+        return block(block.example()).dtype
 
-    with open_device(DEVICE) as device, torch.autocast("cpu", torch.bfloat16):
-        assert product() is torch.bfloat16
+    before = torch.get_rng_state()
+    with open_device(DEVICE) as device, torch.autocast("cpu", torch.bfloat16), default_dtype(torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
         Speed(device, MACHINE).now()
     assert dtypes == [torch.float32]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_machine_whose_blocks_were_not_timed_has_one_speed():
+    with open_device(DEVICE) as device:
+        assert Speed(device, _KNOWN).now() == 1.0
 
 
 def test_slow_moments_count_at_the_speed_of_the_probe(monkeypatch):
-    """Products run at a tenth of the speed that they had when the machine was measured."""
+    """Small blocks run at a tenth of the speed that they had when the machine was measured."""
     turns: list[float] = []
     turn = blocks._Measurement._turn
 
@@ -137,7 +162,7 @@ def test_slow_moments_count_at_the_speed_of_the_probe(monkeypatch):
         return found
 
     monkeypatch.setattr(blocks._Measurement, "_turn", watched)
-    monkeypatch.setattr(blocks, "usual_speed", lambda load, seconds: 0.1 * MACHINE.device.fp32_flops)
+    monkeypatch.setattr(blocks, "usual_speed", lambda load, seconds: 0.1 * MACHINE.device.blocks_per_s)
     work = timed(make("llama"), sample_of("llama"))
     measured = {each.measured.backward_s for each in work.values() if each.measured.backward_s}
     factor = 0.1 if DEVICE == "cpu" else 1.0

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from outcore.device.device import Device
     from outcore.probe.links import Between
 
-PROBE_VERSION = "11"
+PROBE_VERSION = "12"
 """Version of the method of measuring. Measurements with another version are stale."""
 
 

@@ -149,7 +149,7 @@ class _Probe:
         """Measure the device."""
         device, through_bytes = self._device, self._effort.sizes[-1]
         updated = device.allocate(self._buffer_bytes)
-        loads: Mapping[str, Callable[[], Load]] = {
+        loads: dict[str, Callable[[], Load]] = {
             "fp32_flops": partial(work.products, device, _FLOAT32),
             "bf16_flops": partial(work.products, device, _BFLOAT16),
             "attention_flops": partial(work.attention, device, _BFLOAT16),
@@ -158,13 +158,15 @@ class _Probe:
             "plain_update_parameters_per_s": partial(work.plain_updates, device, self._buffer_bytes),
             "kernels": partial(work.kernels, device, _KERNELS),
         }
+        if device.computes_on_host:
+            loads |= {"blocks_per_s": partial(work.blocks, device)}
         rates = self._in_rounds(lambda window_s: {name: _rate(load(), window_s) for name, load in loads.items()})
         return DevicePart(
             memory_bytes=device.total_bytes() / (2 if device.has_host_memory else 1),
             kernel_s=1 / rates.pop("kernels"),
             **rates,
             runs_ahead=float(not device.computes_on_host),
-            sources=_measured(DevicePart, "runs_ahead")
+            sources=_measured(DevicePart, "runs_ahead", *({"blocks_per_s"} - loads.keys()))
             | {"memory_bytes": "half of host memory" if device.has_host_memory else "of the device"},
         )
 
@@ -178,7 +180,7 @@ class _Probe:
         loads = [each[sizes[-1]] for each in moves.values()]
         loads.append(work.updates(self._device, workers, self._host_memory(self._buffer_bytes)))
         if self._device.computes_on_host:
-            loads.append(work.blocks(self._device))
+            loads.append(work.half_blocks(self._device))
         usual = self._in_rounds(lambda window_s: {load.link: _rate(load, window_s) for load in loads})
         rounds = [self._left(loads) for _ in range(self._effort.rounds)]
         left = {pair: tuple(map(median, zip(*(found[pair] for found in rounds), strict=True))) for pair in rounds[0]}

@@ -16,10 +16,17 @@ from torch import nn
 from torch.nn import functional
 
 
+def _linear(width: int, device: torch.device) -> nn.Linear:
+    """Make a layer in fp32 whatever the default is, without drawing random numbers, which would change a training."""
+    made = nn.utils.skip_init(nn.Linear, width, width, bias=False, device=device, dtype=torch.float32)
+    nn.init.constant_(made.weight, 1 / width)
+    return made
+
+
 class _Norm(nn.Module):
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width, device=device))
+        self.weight = nn.Parameter(torch.ones(width, dtype=torch.float32, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
@@ -29,9 +36,7 @@ class _Attention(nn.Module):
     def __init__(self, width: int, heads: int, device: torch.device) -> None:
         super().__init__()
         self._heads = heads
-        self.queries, self.keys, self.values, self.out = (
-            nn.Linear(width, width, bias=False, device=device) for _ in range(4)
-        )
+        self.queries, self.keys, self.values, self.out = (_linear(width, device) for _ in range(4))
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         shape = (*x.shape[:-1], self._heads, -1)
@@ -48,7 +53,7 @@ class _Attention(nn.Module):
 class _Gated(nn.Module):
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False, device=device) for _ in range(3))
+        self.gate, self.up, self.down = (_linear(width, device) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(functional.silu(self.gate(x)) * self.up(x))
@@ -65,7 +70,8 @@ class SmallBlock(nn.Module):
         self.first, self.second = _Norm(width, device), _Norm(width, device)
         self.attention, self.gated = _Attention(width, heads, device), _Gated(width, device)
         for name in ("cos", "sin"):
-            self.register_buffer(name, torch.ones(tokens, width // heads, device=device), persistent=False)
+            angles = torch.ones(tokens, width // heads, dtype=torch.float32, device=device)
+            self.register_buffer(name, angles, persistent=False)
         self._example = (1, tokens, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,4 +88,4 @@ class SmallBlock(nn.Module):
 
     def example(self) -> torch.Tensor:
         """Return an argument for the block."""
-        return torch.ones(self._example, device=self.first.weight.device)
+        return self.first.weight.new_ones(self._example)

@@ -6,6 +6,7 @@ import itertools
 import math
 import timeit
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -179,7 +180,13 @@ def kernels(device: Device, number: int) -> Load:
 
 
 def blocks(device: Device) -> Load:
-    """Forward of a block as wide as those of a model that the host trains, half a block per turn."""
+    """Forward of a block as wide as those of a model that the host trains."""
+    block = SmallBlock(device.torch_device, *_OF_A_MODEL)
+    return _compute(device, 1.0, torch.no_grad()(partial(block, block.example())))
+
+
+def half_blocks(device: Device) -> Load:
+    """The same, half a block per turn."""
     block = SmallBlock(device.torch_device, *_OF_A_MODEL)
     values, halves = block.example(), itertools.cycle((block.attend, block.gate))
     return _compute(device, 0.5, torch.no_grad()(lambda: next(halves)(values)))

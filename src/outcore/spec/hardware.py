@@ -37,6 +37,9 @@ class DevicePart:
     kernel_s: float = 0
     """Time that every kernel of a forward takes in addition, with the Python code around it: time of compute, or on an
     accelerator time of the thread that launches kernels."""
+    blocks_per_s: float = 0
+    """Forwards per second of a small block, where the host computes; 0: not known. At another time the machine may have
+    another speed, which shows here."""
     runs_ahead: float = 1
     """1: an accelerator, which is given its work in advance; 0: the thread that submits also computes."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -126,7 +129,7 @@ class NetworkPart:
 
 
 _ZERO_IS_FINE = {"latency_s", "visit_s", "kernel_s", "endurance_bytes", "runs_ahead", "on_bus", "through_host"}
-_ZERO_IS_FINE |= {"plain_update_parameters_per_s", "resting_visit_s"}
+_ZERO_IS_FINE |= {"plain_update_parameters_per_s", "resting_visit_s", "blocks_per_s"}
 _AT_MOST = {"both": 2.0, "runs_ahead": 1.0, "latency_s": 10.0, "visit_s": 10.0, "kernel_s": 10.0}
 _AT_MOST |= {"resting_visit_s": 10.0, "on_bus": 1.0, "through_host": 1.0, "devices_per_port": 64.0}
 _AT_LEAST = {"both": 0.5, "devices_per_port": 1.0}
