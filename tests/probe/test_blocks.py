@@ -128,11 +128,16 @@ def test_parameters_are_lent_once_for_all_turns(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's clock is not compared")
-def test_the_speed_is_that_of_a_block_without_autocast(monkeypatch):
+def test_the_speed_is_that_of_loads_without_autocast(monkeypatch):
     """Whatever the user's settings are. None of the user's random numbers is drawn for it."""
     dtypes = []
     monkeypatch.setattr(blocks, "usual_speed", lambda load, seconds: dtypes.append(load.turn()) or 1.0)
     monkeypatch.setattr(blocks, "blocks", lambda device: Load("compute", 1.0, partial(dtype_of_forward, device)))
+    monkeypatch.setattr(blocks, "products", lambda *given: Load("compute", 1.0, dtype_of_product))
+
+    def dtype_of_product() -> torch.dtype:
+        one = torch.ones(2, 2, dtype=torch.float32)
+        return (one @ one).dtype
 
     def dtype_of_forward(device: Device) -> torch.dtype:
         block = SmallBlock(device.torch_device)
@@ -140,9 +145,9 @@ def test_the_speed_is_that_of_a_block_without_autocast(monkeypatch):
 
     before = torch.get_rng_state()
     with open_device(DEVICE) as device, torch.autocast("cpu", torch.bfloat16), default_dtype(torch.bfloat16):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+        assert dtype_of_product() is torch.bfloat16
         Speed(device, MACHINE).now()
-    assert dtypes == [torch.float32]
+    assert dtypes == [torch.float32] * 2
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -152,7 +157,7 @@ def test_a_machine_whose_blocks_were_not_timed_has_one_speed():
 
 
 def test_slow_moments_count_at_the_speed_of_the_probe(monkeypatch):
-    """Small blocks run at a tenth of the speed that they had when the machine was measured."""
+    """Products and small blocks run at a tenth of the speeds that they had when the machine was measured."""
     turns: list[float] = []
     turn = blocks._Measurement._turn
 
@@ -162,7 +167,10 @@ def test_slow_moments_count_at_the_speed_of_the_probe(monkeypatch):
         return found
 
     monkeypatch.setattr(blocks._Measurement, "_turn", watched)
-    monkeypatch.setattr(blocks, "usual_speed", lambda load, seconds: 0.1 * MACHINE.device.blocks_per_s)
+    before = {1.0: MACHINE.device.blocks_per_s}  # others are products
+    monkeypatch.setattr(
+        blocks, "usual_speed", lambda load, seconds: 0.1 * before.get(load.amount, MACHINE.device.fp32_flops)
+    )
     work = timed(make("llama"), sample_of("llama"))
     measured = {each.measured.backward_s for each in work.values() if each.measured.backward_s}
     factor = 0.1 if DEVICE == "cpu" else 1.0

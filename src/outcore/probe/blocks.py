@@ -7,11 +7,11 @@ kind is run, with arbitrary values in parameters and arguments. Several of its f
 step, they then find little memory that was used before. The rest of the model is run with blocks that do nothing.
 
 [Note: one speed] Processors change their speed: they get warm, and virtual ones share cores with others. Where the host
-computes, a small block is timed before and after each turn, and the turn's seconds are converted to the speed that it
-had when the machine was measured. It uses fresh memory and many kernels, as the real block does. A matrix product feels
-less of what else goes on: on two cores of a virtual machine, forward and backward of four blocks (768 to 1792 channels,
-64 to 512 tokens) were timed for 150 s. Means of four had a correlation of 0.80 to 0.94 with the small block's, and of
-0.41 to 0.74 with the product's.
+computes, a matrix product and a small block are timed before and after each turn. The turn's seconds are converted to
+the speed that both had when the machine was measured, in the geometric mean. Products alone feel less of what else goes
+on than a block with its fresh memory and many kernels. On two cores of a virtual machine, forward and backward of four
+blocks (768 to 1792 channels, 64 to 512 tokens) were timed for two minutes, beside the others. Means of four varied by 5
+to 10%; divided by the speed of products by 3 to 7%, by that of the small block by 3 to 6%, by both by 3 to 5%.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -36,8 +36,8 @@ from outcore.planning.forward.casts import Autocast
 from outcore.planning.forward.shapes import left_as_it_is
 from outcore.planning.timing.profile import UnitTimes
 from outcore.planning.units.partition import Partition
-from outcore.probe.loads import usual_speed
-from outcore.probe.work import blocks
+from outcore.probe.loads import Load, usual_speed
+from outcore.probe.work import blocks, products
 from outcore.saving.small_state import random_states, restore_random_states
 from outcore.spec.hardware import Hardware
 from outcore.torch_private import pytree
@@ -48,7 +48,7 @@ _LEAST_TURNS, _LEAST_S, MOST_S = 3, 0.1, 1.0
 A part whose counted time is above ``MOST_S`` is not run: it computes so much that counting is accurate enough.
 """
 _SPEED_S = 0.05
-"""Seconds for which the small block is timed; it takes three turns at least."""
+"""Seconds for which each of them is timed; it takes three turns at least."""
 _AT_A_TIME = 4
 """Forwards alive at once; fewer if one takes long or saves much."""
 _OF_FREE = 4
@@ -65,13 +65,21 @@ class Speed:
 
     def __init__(self, device: Device, hardware: Hardware) -> None:
         """Args: device: The device that computes. hardware: Its measurement."""
-        self._autocast, self._usual = Autocast.now(device.torch_device), hardware.device.blocks_per_s
-        self._block = blocks(device) if device.computes_on_host and self._usual else None
+        self._autocast, part = Autocast.now(device.torch_device), hardware.device
+        self._usual: list[tuple[Load, float]] = []
+        """Loads, and the speeds that they had when the machine was measured."""
+        if device.computes_on_host and part.blocks_per_s:
+            with self._autocast.off():  # those of the probe were in fp32
+                self._usual = [
+                    (products(device, torch.float32), part.fp32_flops),
+                    (blocks(device), part.blocks_per_s),
+                ]
 
     def now(self) -> float:
-        """Measure it, in some hundredths of a second."""
-        with self._autocast.off():  # the probe's block was in fp32
-            return 1.0 if self._block is None else usual_speed(self._block, _SPEED_S) / self._usual
+        """Measure it, in a tenth of a second."""
+        with self._autocast.off():
+            found = [usual_speed(load, _SPEED_S) / usual for load, usual in self._usual]
+        return geometric_mean(found) if found else 1.0
 
 
 def measure_blocks(
