@@ -34,14 +34,16 @@ from outcore.planning.units.partition import partition
 from outcore.probe import kept, links, work
 from outcore.probe.kept import Machine
 from outcore.probe.loads import Load, speeds
-from outcore.probe.measure import MIB, Effort, measure
+from outcore.probe.measure import MIB, Effort, _longest, measure
 from outcore.probe.samples import line, parts, usual_s
 from outcore.probe.small_block import SmallBlock
 from outcore.spec.hardware import Hardware
 from outcore.spec.lanes import Lane
 
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
-LEAST = Effort(window_s=0.004, buffer_bytes=2 * MIB, sizes=(MIB // 16, MIB), disk_bytes=4 * MIB, steps=2)
+LEAST = Effort(
+    window_s=0.004, buffer_bytes=2 * MIB, sizes=(MIB // 16, MIB), disk_bytes=4 * MIB, disk_size=2 * MIB, steps=2
+)
 OPENED = partial(open_device, DEVICE)
 
 
@@ -171,6 +173,13 @@ class Called(TorchDispatchMode):
 @pytest.fixture
 def found(measured: tuple[Hardware, set[int], set[int]]) -> Hardware:
     return measured[0]
+
+
+@pytest.mark.parametrize(("seconds", "size"), [((0.001, 0.01, 0.04), 64), ((0.001, 0.03, 0.1), 16), ((1, 9, 40), 16)])
+def test_a_slow_drive_is_measured_with_shorter_transfers(seconds, size):
+    """But not with shorter ones than usual: it would seek most of the time."""
+    loads = {nbytes: Load("disk_read", nbytes, lambda: None) for nbytes in (1, 16, 64)}
+    assert _longest(loads, dict(zip(loads, seconds, strict=True)), 16).amount == size
 
 
 class TestMeasuring:
