@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -32,9 +33,10 @@ from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.units.partition import partition
 from outcore.probe import kept, links, work
+from outcore.probe import measure as measuring
 from outcore.probe.kept import Machine
 from outcore.probe.loads import Load, speeds
-from outcore.probe.measure import MIB, Effort, _longest, measure
+from outcore.probe.measure import MIB, Effort, measure
 from outcore.probe.samples import line, parts, usual_s
 from outcore.probe.small_block import SmallBlock
 from outcore.spec.hardware import Hardware
@@ -42,7 +44,7 @@ from outcore.spec.lanes import Lane
 
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
 LEAST = Effort(
-    window_s=0.004, buffer_bytes=2 * MIB, sizes=(MIB // 16, MIB), disk_bytes=4 * MIB, disk_size=2 * MIB, steps=2
+    window_s=0.004, buffer_bytes=2 * MIB, sizes=(MIB // 16, MIB), disk_bytes=4 * MIB, longest_transfer=2 * MIB, steps=2
 )
 OPENED = partial(open_device, DEVICE)
 
@@ -175,11 +177,22 @@ def found(measured: tuple[Hardware, set[int], set[int]]) -> Hardware:
     return measured[0]
 
 
-@pytest.mark.parametrize(("seconds", "size"), [((0.001, 0.01, 0.04), 64), ((0.001, 0.03, 0.1), 16), ((1, 9, 40), 16)])
-def test_a_slow_drive_is_measured_with_shorter_transfers(seconds, size):
-    """But not with shorter ones than usual: it would seek most of the time."""
-    loads = {nbytes: Load("disk_read", nbytes, lambda: None) for nbytes in (1, 16, 64)}
-    assert _longest(loads, dict(zip(loads, seconds, strict=True)), 16).amount == size
+@pytest.mark.parametrize("changed", ["", "a slow drive", "little host memory"])
+def test_transfers_are_long_where_the_drive_is_fast(changed, tmp_path, monkeypatch):
+    """On a slow drive not even one such transfer is measured, in either direction."""
+    sizes: Counter[int] = Counter()
+
+    def noted(store: DiskStore, extent: Extent, memory: torch.Tensor) -> None:
+        sizes[memory.numel()] += 1
+        time.sleep(0.04 if changed == "a slow drive" else 0.0)
+
+    moves = {"disk_read": (Lane.STATES_READ, DiskStore.read), "disk_write": (Lane.DISK_WRITE, noted)}
+    monkeypatch.setattr(work, "_TRANSFERS", moves)
+    if changed == "little host memory":
+        monkeypatch.setattr(measuring, "host_free_bytes", lambda: 32 * MIB)
+    measure(OPENED, [tmp_path], LEAST)
+    assert sizes[MIB] > 0
+    assert (sizes[LEAST.longest_transfer] > 0) == (not changed)
 
 
 class TestMeasuring:

@@ -7,11 +7,12 @@ kind is run, with arbitrary values in parameters and arguments. Several of its f
 step, they then find little memory that was used before. The rest of the model is run with blocks that do nothing.
 
 [Note: one speed] Processors change their speed: they get warm, and virtual ones share cores with others. Where the host
-computes, a matrix product and a small block are timed before and after each turn. The turn's seconds are converted to
-the speed that both had when the machine was measured, in the geometric mean. Products alone feel less of what else goes
-on than a block with its fresh memory and many kernels. On two cores of a virtual machine, forward and backward of four
-blocks (768 to 1792 channels, 64 to 512 tokens) were timed for two minutes, beside the others. Means of four varied by 5
-to 10%; divided by the speed of products by 3 to 7%, by that of the small block by 3 to 6%, by both by 3 to 5%.
+computes, a matrix product and a small block of 768 channels are timed before and after each turn. The turn's seconds
+are converted to the speed that both had when the machine was measured, in the geometric mean. Products alone feel less
+of what else goes on than a block with its fresh memory and many kernels. On two cores of a virtual machine, all three
+and blocks of 768 to 1792 channels with 64 to 512 tokens were timed in turn for two minutes. Means of four turns of a
+block varied by 5 to 10%; divided by the speed of products by 3 to 7%, by that of the small block by 3 to 6%, by both by
+3 to 5%.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _LEAST_TURNS, _LEAST_S, MOST_S = 3, 0.1, 1.0
 A part whose counted time is above ``MOST_S`` is not run: it computes so much that counting is accurate enough.
 """
 _SPEED_S = 0.05
-"""Seconds for which each of them is timed; it takes three turns at least."""
+"""Seconds for which the product and the small block are timed each; either takes three turns at least."""
 _AT_A_TIME = 4
 """Forwards alive at once; fewer if one takes long or saves much."""
 _OF_FREE = 4
@@ -68,15 +69,14 @@ class Speed:
         self._autocast, part = Autocast.now(device.torch_device), hardware.device
         self._usual: list[tuple[Load, float]] = []
         """Loads, and the speeds that they had when the machine was measured."""
-        if device.computes_on_host and part.blocks_per_s:
+        if device.computes_on_host:
             with self._autocast.off():  # those of the probe were in fp32
-                self._usual = [
-                    (products(device, torch.float32), part.fp32_flops),
-                    (blocks(device), part.blocks_per_s),
-                ]
+                self._usual.append((products(device, torch.float32), part.fp32_flops))
+                if part.blocks_per_s:  # else the file was written by an earlier version
+                    self._usual.append((blocks(device), part.blocks_per_s))
 
     def now(self) -> float:
-        """Measure it, in a tenth of a second."""
+        """Measure it, in a tenth of a second or more."""
         with self._autocast.off():
             found = [usual_speed(load, _SPEED_S) / usual for load, usual in self._usual]
         return geometric_mean(found) if found else 1.0
@@ -94,7 +94,7 @@ def measure_blocks(
         counted_s: Unit -> seconds of its forward and backward, computed from its operations.
         speed: The device's speed.
 
-    Time: some 0.2 s for each kind, or four times the block's own time if that is more. Device memory: a block with its
+    Time: some 0.5 s for each kind, or four times the block's own time if that is more. Device memory: a block with its
     gradients, and what some forwards save.
     """
     weights = {unit.name: unit.weight_bytes for unit in cut.spec.units if counted_s[unit.name] <= MOST_S}

@@ -44,7 +44,7 @@ _MOVED_BYTES = 28.0
 """Bytes that an update moves per parameter."""
 _KERNELS = 500
 _LONGEST_S = 0.06
-"""Seconds of one transfer that runs beside others at most: a slow drive is measured with shorter ones.
+"""Seconds that the longest transfer may take on either link of the drive; a slower drive is measured without it.
 
 Threads share the pieces of a transfer, and wait for the last of them. So two long transfers at once are faster than two
 short ones: a virtual drive read and wrote 2.6 GB/s with 16 MiB each, and 3.4 GB/s with 85 MiB.
@@ -65,8 +65,9 @@ class Effort:
     """Bytes of one copy, and of one read or write, the largest last."""
     disk_bytes: int
     """Bytes to write and read."""
-    disk_size: int = 0
-    """Bytes of one more read or write, the largest: as much as states of a unit. 0: no more than in ``sizes``."""
+    longest_transfer: int = 0
+    """Bytes of a read or write as long as states of a unit, at most half of ``disk_bytes``; 0: none. It is left out on
+    a slow drive, and where host memory is scarce."""
     steps: int
     """Steps of a small model, for the engine's time per visit."""
     rounds: int = 1
@@ -80,13 +81,19 @@ WHOLE = Effort(
     buffer_bytes=256 * MIB,
     sizes=(MIB // 16, MIB, 16 * MIB),
     disk_bytes=512 * MIB,
-    disk_size=64 * MIB,
+    longest_transfer=64 * MIB,
     steps=40,
     rounds=3,
     of_caches=4,
 )
 QUICK = Effort(
-    window_s=0.05, buffer_bytes=64 * MIB, sizes=(MIB // 16, 8 * MIB), disk_bytes=64 * MIB, steps=8, of_caches=2
+    window_s=0.05,
+    buffer_bytes=64 * MIB,
+    sizes=(MIB // 16, 8 * MIB),
+    disk_bytes=64 * MIB,
+    longest_transfer=32 * MIB,
+    steps=8,
+    of_caches=2,
 )
 EFFORTS: Mapping[str, Effort] = {"whole": WHOLE, "quick": QUICK}
 
@@ -105,7 +112,7 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
 
     Time: the whole effort 15 to 30 s, the quick one some 3 s. Memory: about two buffers on the device and two in host
     memory. A buffer has 256 MiB, or four times the last-level caches if that is more; for the quick effort, 64 MiB or
-    twice the caches; but at most a sixteenth of what is free.
+    twice the caches; but at most a sixteenth of what is free. With a disk two of the longest transfers as well.
     """
     with ExitStack() as closing:
         device = open_device()
@@ -135,7 +142,7 @@ class _Links(NamedTuple):
     lines: Mapping[str, Line]
     """Link -> its rate and latency, for links that move bytes."""
     alone: Mapping[str, float]
-    """Link -> bytes, parameters or operations per second, with the largest copies."""
+    """Link -> bytes, parameters or operations per second, with the largest copies and transfers that were measured."""
     left: Mapping[tuple[str, str], tuple[float, ...]]
     """Two links -> the parts of their speeds that remain while both run."""
 
@@ -181,12 +188,10 @@ class _Probe:
 
     def links(self, store: DiskStore | None) -> _Links:
         """Measure everything else: each link alone at several sizes, then links in pairs."""
-        sizes = self._effort.sizes
         moves = self._moves(store)
-        window_s = self._effort.window_s
-        points = {link: {size: size / _rate(load, window_s) for size, load in moves[link].items()} for link in moves}
+        points = self._alone(moves)
         workers = self._closing.enter_context(UpdateWorkers.beside(self._device))
-        loads = [_longest(moves[link], points[link], sizes[-1]) for link in moves]
+        loads = [each[max(points[link])] for link, each in moves.items()]
         loads.append(work.updates(self._device, workers, self._host_memory(self._buffer_bytes)))
         if self._device.computes_on_host:
             loads.append(work.half_blocks(self._device))
@@ -194,6 +199,20 @@ class _Probe:
         rounds = [self._left(loads) for _ in range(self._effort.rounds)]
         left = {pair: tuple(map(median, zip(*(found[pair] for found in rounds), strict=True))) for pair in rounds[0]}
         return _Links({link: line(found) for link, found in points.items()}, usual, left)
+
+    def _alone(self, moves: Mapping[str, Mapping[int, Load]]) -> dict[str, dict[int, float]]:
+        """Return the seconds of copies and transfers that run alone: link -> size -> seconds."""
+        *_, usual = sizes = self._effort.sizes
+
+        def seconds(link: str, size: int) -> float:
+            return size / _rate(moves[link][size], self._effort.window_s)
+
+        found = {link: {size: seconds(link, size) for size in sizes} for link in moves}
+        long = {link: size for link, each in moves.items() for size in each if size > usual}
+        if all(size / usual * found[link][usual] <= _LONGEST_S for link, size in long.items()):
+            for link, size in long.items():
+                found[link][size] = seconds(link, size)
+        return found
 
     def _in_rounds(self, measure: Callable[[float], dict[str, float]]) -> dict[str, float]:
         """Measure several things in turn, again and again, since a machine changes its speed; the median counts.
@@ -230,7 +249,7 @@ class _Probe:
             for lane, way in ways.items()
         }
         if store is not None:
-            longest = self._effort.disk_size
+            longest = self._effort.longest_transfer
             sizes = [*sizes, longest] if 0 < 2 * longest <= host_free_bytes() // _OF_FREE else sizes
             own = self._host_memory(2 * sizes[-1]).random_()
             halves = {"disk_write": own[: sizes[-1]], "disk_read": own[sizes[-1] :]}
@@ -250,11 +269,6 @@ def memory_of_host(device: Device, nbytes: int, closing: ExitStack) -> torch.Ten
     if device.register_host(memory):
         closing.callback(device.unregister_host, memory)
     return memory
-
-
-def _longest(loads: Mapping[int, Load], seconds: Mapping[int, float], usual: int) -> Load:
-    """Return the load of the largest size that does not take too long, but of the usual size at least."""
-    return loads[max(size for size in loads if size == usual or seconds[size] <= _LONGEST_S)]
 
 
 def _rate(load: Load, window_s: float) -> float:

@@ -38,8 +38,8 @@ class DevicePart:
     """Time that every kernel of a forward takes in addition, with the Python code around it: time of compute, or on an
     accelerator time of the thread that launches kernels."""
     blocks_per_s: float = 0
-    """Forwards per second of a small block, where the host computes; 0: not known. At another time the machine may have
-    another speed, which shows here."""
+    """Forwards per second of a block with 768 channels and 256 tokens, where the host computes; 0: not known. The same
+    block later tells how the machine's speed has changed."""
     runs_ahead: float = 1
     """1: an accelerator, which is given its work in advance; 0: the thread that submits also computes."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
