@@ -110,7 +110,7 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
         DiskError: A folder cannot serve the disk tier; nothing is left behind.
         MemoryBudgetError: There is too little memory even for this.
 
-    Time: the whole effort 15 to 30 s, the quick one some 3 s. Memory: about two buffers on the device and two in host
+    Time: the whole effort 15 to 30 s, the quick one some 5 s. Memory: about two buffers on the device and two in host
     memory. A buffer has 256 MiB, or four times the last-level caches if that is more; for the quick effort, 64 MiB or
     twice the caches; but at most a sixteenth of what is free. With a disk two of the longest transfers as well.
     """
