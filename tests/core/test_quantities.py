@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.core.errors import ConfigError
-from outcore.core.quantities import align_up, format_bytes, parse_bytes
+from outcore.core.quantities import align_up, format_bytes, format_rate, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,8 @@ def test_aligns_to_the_next_multiple(value, alignment):
     up = align_up(value, alignment)
     assert up % alignment == 0
     assert 0 <= up - value < alignment
+
+
+@pytest.mark.parametrize(("per_s", "text"), [(0.3026, "0.3"), (9.96, "10"), (16.7, "17"), (1234.5, "1,234")])
+def test_a_slow_rate_is_not_zero(per_s, text):
+    assert format_rate(per_s) == text

@@ -56,3 +56,8 @@ def format_bytes(nbytes: int, *, is_need: bool = False) -> str:
         size, unit = size / 1024, larger
     size = math.ceil(100 * size) / 100 if is_need else size
     return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def format_rate(per_s: float) -> str:
+    """Format a number per second for people: ``'1,234'``, or two digits of a small one: ``'0.3'``."""
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"

@@ -14,7 +14,7 @@ from typing import Any
 from outcore.cli.plan.answer import Answer, Question, answer_for, machine_for
 from outcore.cli.plan.known import Known
 from outcore.core.errors import PlanInfeasibleError
-from outcore.core.quantities import format_bytes
+from outcore.core.quantities import format_bytes, format_rate
 from outcore.planning.homes.reservations import tier_bytes
 from outcore.spec.plan import TIERS, Tier
 
@@ -88,7 +88,7 @@ def _row(known: Known, answer: Answer) -> tuple[str, ...]:
     link, part = _binding(answer)
     [((policy, tier), _)] = answer.policies.most_common(1)
     sizes = (format_bytes(nbytes) if nbytes else "-" for nbytes in _taken(answer).values())
-    step, tokens = f"{answer.found.simulation.step_s:.4g} s", f"{answer.tokens_per_s:,.0f}"
+    step, tokens = f"{answer.found.simulation.step_s:.4g} s", format_rate(answer.tokens_per_s)
     return (
         known.name,
         f"{known.parameters / 1e9:.1f}e9",

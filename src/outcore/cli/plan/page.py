@@ -13,7 +13,7 @@ from typing import Any
 from outcore.cli.plan.answer import Answer
 from outcore.cli.plan.text import drive_life, order_texts, received_text
 from outcore.core.errors import ConfigError
-from outcore.core.quantities import format_bytes
+from outcore.core.quantities import format_bytes, format_rate
 from outcore.planning.homes.reservations import reservations
 from outcore.planning.search.changes import Point, over_batch, over_device_memory, over_host_memory
 from outcore.planning.timing.ranks import links_of, network_of
@@ -143,7 +143,7 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str, str]]:
     )
     ranks = answer.setting.ranks
     of_all = f" of {ranks.size} ranks" if ranks.size > 1 else ""
-    yield "Tokens, predicted", f"{answer.tokens_per_s:,.0f} / s", f"{answer.setting.tokens:,} per step{of_all}"
+    yield "Tokens, predicted", f"{format_rate(answer.tokens_per_s)} / s", f"{answer.setting.tokens:,} per step{of_all}"
     binds = sorted(found.simulation.binding.items(), key=lambda item: -item[1])
     rest = ", ".join(f"{link.replace('_', ' ')} {part:.0%}" for link, part in binds[1:3] if part >= 0.01)
     if binds:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from outcore.cli.plan.answer import Answer
-from outcore.core.quantities import format_bytes
+from outcore.core.quantities import format_bytes, format_rate
 from outcore.planning.homes.table import plan_table
 from outcore.spec.layout import states_bytes
 from outcore.spec.plan import Plan, Tier
@@ -41,7 +41,10 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     each = f"{ranks.size} ranks with " if ranks.size > 1 else ""
     batch = f"{each}{asked.grad_accum} x " if asked.grad_accum > 1 else each
     yield "step", f"{found.simulation.step_s:.4g} s (predicted) for {batch}{asked.batch_size} x {asked.seq_len} tokens"
-    yield "tokens", f"{answer.tokens_per_s:.0f} per second (predicted)" + (" of all ranks" if ranks.size > 1 else "")
+    yield (
+        "tokens",
+        f"{format_rate(answer.tokens_per_s)} per second (predicted)" + (" of all ranks" if ranks.size > 1 else ""),
+    )
     yield "bound", f"{found.bound.seconds:.4g} s: no order of this plan's operations is faster"
     yield "binds", ", ".join(f"{link} {part:.0%}" for link, part in found.simulation.binding.items() if part >= 0.01)
     busy = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in answer.busy_s().items())
