@@ -41,10 +41,8 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     each = f"{ranks.size} ranks with " if ranks.size > 1 else ""
     batch = f"{each}{asked.grad_accum} x " if asked.grad_accum > 1 else each
     yield "step", f"{found.simulation.step_s:.4g} s (predicted) for {batch}{asked.batch_size} x {asked.seq_len} tokens"
-    yield (
-        "tokens",
-        f"{format_rate(answer.tokens_per_s)} per second (predicted)" + (" of all ranks" if ranks.size > 1 else ""),
-    )
+    of_all = " of all ranks" if ranks.size > 1 else ""
+    yield "tokens", f"{format_rate(answer.tokens_per_s)} per second (predicted){of_all}"
     yield "bound", f"{found.bound.seconds:.4g} s: no order of this plan's operations is faster"
     yield "binds", ", ".join(f"{link} {part:.0%}" for link, part in found.simulation.binding.items() if part >= 0.01)
     busy = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in answer.busy_s().items())
