@@ -23,6 +23,7 @@ from outcore.planning.homes.share import can_be_staged, spread
 from outcore.spec.cut import is_resident, shared
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
+from outcore.spec.schedule import ROOT
 
 
 class Kind(NamedTuple):
@@ -120,7 +121,7 @@ class Choice:
         self._accumulation_steps, self._may_be_early = accumulation_steps, may_be_early
         # Equal units are worked out once: plans of hundreds of units are made again and again.
         self._unit = functools.cache(self._write_unit)
-        self._trained = [i for i, unit in enumerate(model.units) if i and unit.trainable]
+        self._trained = [i for i in (*range(1, len(model.units)), ROOT) if model.units[i].trainable]
         shapes = [shape_of(unit, model) for unit in model.units]
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
         self._alike = [first[shape] for shape in shapes]
@@ -243,9 +244,11 @@ class Choice:
                     yield replace(candidate, early=early)
 
     def turned(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the candidate with ``in_turn`` changed, if it has slots for states."""
+        """Yield the candidate with ``in_turn`` changed, if it has slots for states, and with the root updated first."""
         if any(pool.kind == "states" for pool in self._taken(candidate)[0]):
             yield replace(candidate, in_turn=not candidate.in_turn)
+        if ROOT in self._trained and ROOT not in candidate.first:
+            yield replace(candidate, first=(ROOT, *candidate.first))
 
     def other_orders(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield candidates whose updates begin with more or fewer of the last units, whose gradients come first."""
@@ -323,19 +326,21 @@ def moved(first: Sequence[int], trained: Sequence[int], chance: random.Random) -
 
     Args:
         first: Units that are updated first, in this order; the others follow in the order of ``trained``.
-        trained: All units but the root that are trained, in the order in which forward uses them.
+        trained: All units that are trained, in the order in which forward uses them: the root is the last.
         chance: Draws which ones, and where to.
 
     Returns:
         Units that are updated first; the others follow as before.
     """
-    order = [*first, *(unit for unit in trained if unit not in set(first))]
+    place_of = {unit: place for place, unit in enumerate(trained)}
+    named = [unit for unit in first if unit in place_of]
+    order = [*named, *(unit for unit in trained if unit not in set(named))]
     width = min(chance.choice(_TOGETHER), len(order))
     start = chance.randint(0, len(order) - width)
     block = order[start : start + width][:: chance.choice((1, -1))]
     del order[start : start + width]
     place = chance.randint(0, len(order))
     order[place:place] = block
-    while len(order) > 1 and order[-2] < order[-1]:
+    while len(order) > 1 and place_of[order[-2]] < place_of[order[-1]]:
         order.pop()
     return tuple(order[:-1])
