@@ -109,17 +109,17 @@ class Flips:
         self._real = DiskStore.read
         self.left = dict(FLIPS)
 
-    def read(self, store: DiskStore, extent: Extent, memory: torch.Tensor) -> None:
+    def read(self, store: DiskStore, extent: Extent, memory: torch.Tensor, **how: Any) -> None:
         kind = extent.owner.split()[1]
         if self.left[kind]:
             at = extent.offset + self._random.randrange(extent.nbytes)
             self._drive.bits[at] = self._random.randrange(8)
             with pytest.raises(outcore.DiskError) as caught:
-                self._real(store, extent, memory)
+                self._real(store, extent, memory, **how)
             assert_named(caught.value, extent, at, self._folder)
             del self._drive.bits[at]
             self.left[kind] -= 1
-        self._real(store, extent, memory)
+        self._real(store, extent, memory, **how)
 
 
 def test_every_flipped_bit_is_named_and_what_is_read_again_trains_to_the_same_bits(drive, tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_every_flipped_bit_is_named_and_what_is_read_again_trains_to_the_same_bi
     torch.manual_seed(5)
     want = seen(train(model, plain, STEPS), model, plain)
     flips = Flips(drive, tmp_path)
-    monkeypatch.setattr(DiskStore, "read", lambda *args: flips.read(*args))
+    monkeypatch.setattr(DiskStore, "read", lambda *args, **how: flips.read(*args, **how))
     with prepared(tmp_path) as (model, optimizer):
         torch.manual_seed(5)
         got = seen(train(model, optimizer, STEPS), model, optimizer)
@@ -141,11 +141,11 @@ def test_every_flipped_bit_is_named_and_what_is_read_again_trains_to_the_same_bi
 def test_training_stops_at_a_flipped_bit(kind, drive, tmp_path, monkeypatch):
     real, hit = DiskStore.read, []
 
-    def read(store, extent, memory):
+    def read(store, extent, memory, **how):
         if not hit and extent.owner.endswith(f" {kind}"):
             hit.append((extent, extent.offset + extent.nbytes // 2))
             drive.bits[hit[0][1]] = 3
-        real(store, extent, memory)
+        real(store, extent, memory, **how)
 
     with prepared(tmp_path) as (model, optimizer):
         monkeypatch.setattr(DiskStore, "read", read)

@@ -43,6 +43,88 @@ def test_a_short_request_does_not_wait_behind_all_of_a_long_one(pool):
     assert [piece for piece in order if piece != "short"] == [f"long{i}" for i in range(5)]
 
 
+def in_a_row(pool, *requests):
+    """Queue requests while the only thread is held. Returns the order of their pieces, given as kind and letters."""
+    order, threads = [], []
+    gate, started = threading.Event(), threading.Event()
+
+    def start(work, pieces, **how):
+        threads.append(threading.Thread(target=pool.run, args=(work, pieces), kwargs={"stall_timeout_s": 10, **how}))
+        threads[-1].start()
+
+    start(lambda piece: (started.set(), gate.wait(10)), [0])
+    started.wait(10)
+    for number, (kind, letters, gives_way) in enumerate(requests, start=1):
+        start(order.append, letters, kind=kind, gives_way=gives_way)
+        while len(pool._requests) < number:
+            threading.Event().wait(0.001)
+    gate.set()
+    for thread in threads:
+        thread.join(10)
+    return "".join(order)
+
+
+def test_a_request_gives_way_to_others_of_its_kind(pool):
+    assert in_a_row(pool, ("read", "aaaa", True), ("read", "bb", False), ("read", "cc", False)) == "bcbcaaaa"
+    assert in_a_row(pool, ("read", "aaa", True), ("read", "bb", False), ("write", "ccc", True)) == "bcbacaca"
+    assert in_a_row(pool, ("read", "aa", True), ("write", "bb", False)) == "abab"
+    assert in_a_row(pool, ("read", "aa", True), ("read", "bb", True)) == "abab"
+
+
+def test_giving_way_is_no_stall_and_a_hanging_drive_is_one():
+    pool = PiecePool(1, name="outcore-test")
+    gate, begun, hangs, done, stalled = threading.Event(), threading.Event(), threading.Event(), [], []
+
+    def slow(piece):
+        begun.set()
+        threading.Event().wait(0.03)
+        if piece == 20:
+            hangs.set()
+            gate.wait(10)
+
+    def first():
+        with pytest.raises(StalledError):
+            pool.run(slow, range(22), kind="read", stall_timeout_s=0.1)
+
+    def behind():
+        with pytest.raises(StalledError) as caught:
+            pool.run(done.append, [0], kind="read", stall_timeout_s=0.1, gives_way=True)
+        stalled.append((caught.value, hangs.is_set()))
+
+    threads = [threading.Thread(target=run) for run in (first, behind)]
+    threads[0].start()
+    begun.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join(10)
+    assert stalled  # the other request made progress for six times as long as is allowed
+    assert stalled[0][1]
+    assert not done
+    gate.set()
+    assert pool.close(timeout_s=10)
+
+
+def test_a_request_that_gives_way_stalls_by_its_own_pieces():
+    pool = PiecePool(2, name="outcore-test")
+    gate, hangs, stop, errors = threading.Event(), threading.Event(), threading.Event(), []
+
+    def behind():
+        with pytest.raises(StalledError) as caught:
+            pool.run(lambda piece: (hangs.set(), gate.wait(10)), [1], stall_timeout_s=0.05, gives_way=True)
+        errors.append(caught.value.piece)
+        stop.set()
+
+    thread = threading.Thread(target=behind)
+    thread.start()
+    hangs.wait(10)
+    while not stop.wait(0.001):  # others make progress
+        pool.run(lambda piece: None, range(3), stall_timeout_s=10)
+    thread.join(10)
+    assert errors == [1]
+    gate.set()
+    assert pool.close(timeout_s=10)
+
+
 def test_every_piece_is_done_once():
     pool = PiecePool(4, name="outcore-test")
     done = []

@@ -119,6 +119,19 @@ def ends(rates: Rates, *rows: tuple[str, float, tuple[int, ...]]) -> list[float]
     return list(play(tasks(*rows), rates).end)
 
 
+@pytest.mark.parametrize(("behind", "ahead"), [("states_read", "weights_read"), ("states_write", "disk_write")])
+def test_what_updates_need_gives_way_to_other_transfers_of_its_direction(behind: str, ahead: str):
+    assert ends(FREE, (behind, 1.0, ()), (ahead, 0.5, ())) == [1.5, 0.5]
+    found = ends(FREE, ("compute", 0.25, ()), (behind, 1.0, ()), (ahead, 0.5, (0,)), ("compute", 0.5, (0,)))
+    assert found == [0.25, 1.5, 0.75, 0.75]  # a quarter is moved before, the rest behind
+    found = ends(FREE, (behind, 1.0, ()), (ahead, 0.5, ()), ("compute", 0.75, ()), (ahead, 0.5, (2,)))
+    assert found == [2.0, 0.5, 0.75, 1.25]
+    other = {"states_read": "disk_write", "states_write": "weights_read"}[behind]
+    assert ends(FREE, (behind, 1.0, ()), (other, 1.0, ())) == [1.0, 1.0]
+    drive = dataclasses.replace(FREE, shared=(Shared(name="disk", parts={"disk_read": 1.0, "disk_write": 1.0}),))
+    assert ends(drive, (behind, 1.0, ()), (ahead, 1.0, ()), (other, 1.0, ())) == [3.0, 2.0, 2.0]
+
+
 def test_lanes_of_one_link_share_it():
     found = ends(FREE, ("h2d", 1.0, ()), ("write_back", 1.0, ()), ("d2h", 1.0, ()))
     assert found == [pytest.approx(2.0), pytest.approx(2.0), 1.0]

@@ -137,28 +137,29 @@ class DiskStore(Closing):
         self._sums.cover(start, self._taken_bytes)
         return Extent(start, nbytes, owner)
 
-    def read(self, extent: Extent, memory: torch.Tensor) -> None:
+    def read(self, extent: Extent, memory: torch.Tensor, *, gives_way: bool = False) -> None:
         """Fill ``memory`` with the extent's bytes.
 
         Args:
             extent: The bytes to read.
             memory: 1D uint8 in host memory, as long as the extent. Fast if address, offset and length are multiples of
                 4 KiB.
+            gives_way: Whether the drive reads what others want first: this reads on when threads are free of that.
 
         Raises:
             DiskError: The read failed, or returned other bytes than were written. The error names file, owner and
                 offset. After a stall the store is unusable, and the drive may still write into ``memory``. After any
                 other error nothing is under way.
         """
-        self._transfer("read", extent, memory)
+        self._transfer("read", extent, memory, gives_way=gives_way)
 
-    def write(self, extent: Extent, memory: torch.Tensor) -> None:
+    def write(self, extent: Extent, memory: torch.Tensor, *, gives_way: bool = False) -> None:
         """Write ``memory`` into the extent; see ``read``.
 
         A write to a part of an extent also reads the neighbouring bytes in the 64 KiB segments at its ends. If the part
         is unaligned, it also rewrites the neighbouring bytes in the 4 KiB pages there.
         """
-        self._transfer("write", extent, memory)
+        self._transfer("write", extent, memory, gives_way=gives_way)
 
     def stop(self) -> None:
         """Fail transfers that have pieces still to start; pieces already under way end. Idempotent."""
@@ -172,7 +173,7 @@ class DiskStore(Closing):
         """
         self._close()
 
-    def _transfer(self, verb: str, extent: Extent, memory: torch.Tensor) -> None:
+    def _transfer(self, verb: str, extent: Extent, memory: torch.Tensor, *, gives_way: bool) -> None:
         self._check(extent, memory)
         action = self._mover.read if verb == "read" else self._mover.write
 
@@ -183,7 +184,8 @@ class DiskStore(Closing):
                 raise disk_error(_what(verb, extent, piece), error, then=_THEN) from error
 
         try:
-            self._pool.run(move, self._pieces(extent, memory), stall_timeout_s=self._stall_timeout_s)
+            pieces, timeout_s = self._pieces(extent, memory), self._stall_timeout_s
+            self._pool.run(move, pieces, stall_timeout_s=timeout_s, kind=verb, gives_way=gives_way)
         except StalledError as stall:
             timeout = OSError(errno.ETIMEDOUT, f"no progress for {self._stall_timeout_s:g} s")
             where = stall.piece if isinstance(stall.piece, Piece) else None

@@ -1,4 +1,4 @@
-"""Threads that do the pieces of blocking requests. Requests take turns, so none starves, and none waits forever."""
+"""Threads that do the pieces of blocking requests. Requests take turns, or give way, and none waits forever."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ _LAST_PIECES_TIMEOUT_S = 2.0  # for pieces under way when the pool stops; health
 class _Request(Generic[PieceT]):
     """Pieces still to start, and pieces under way. The pool's lock guards all fields."""
 
-    def __init__(self, work: Callable[[PieceT], None], pieces: Iterable[PieceT], lock: threading.Lock) -> None:
-        self.work = work
+    def __init__(
+        self, work: Callable[[PieceT], None], pieces: Iterable[PieceT], lock: threading.Lock, kind: str, *, yields: bool
+    ) -> None:
+        self.work, self.kind, self.yields = work, kind, yields
         self.to_start = deque(pieces)
         self.under_way: list[PieceT] = []
         self.num_finished = 0
@@ -51,8 +53,9 @@ class _Request(Generic[PieceT]):
 class PiecePool(Generic[PieceT]):
     """A few threads that take one piece of each waiting request in turn.
 
-    A short request (the next unit's weights) therefore never waits behind all of a long one (a unit's states). The
-    threads are daemons: a thread that hangs in a dead disk does not keep the process from ending.
+    A short request (the next unit's weights) therefore never waits behind all of a long one (a save). A request that
+    gives way starts no piece while another one of its kind has pieces to start. The threads are daemons: a thread that
+    hangs in a dead disk does not keep the process from ending.
     """
 
     def __init__(self, num_threads: int, *, name: str) -> None:
@@ -62,13 +65,23 @@ class PiecePool(Generic[PieceT]):
         self._waiting: set[_Request[PieceT]] = set()
         self._closed = False
         self._has_stalled = False
+        self._num_finished = 0
+        """Number of pieces of all requests that are done."""
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
 
-    def run(self, work: Callable[[PieceT], None], pieces: Iterable[PieceT], *, stall_timeout_s: float) -> None:
+    def run(
+        self,
+        work: Callable[[PieceT], None],
+        pieces: Iterable[PieceT],
+        *,
+        stall_timeout_s: float,
+        kind: str = "",
+        gives_way: bool = False,
+    ) -> None:
         """Do ``work`` on every piece; return when all are done.
 
         After an error, or when the caller is interrupted, no further piece starts. The error is raised when the pieces
@@ -78,14 +91,17 @@ class PiecePool(Generic[PieceT]):
         Args:
             work: Called on the pool's threads.
             pieces: Done in any order, several at once.
-            stall_timeout_s: Raise when no piece finishes for between one and two times this long.
+            stall_timeout_s: Raise when no piece finishes for between one and two times this long. While the request
+                gives way, those of others count.
+            kind: Requests of the same kind give way to each other.
+            gives_way: Whether this one does.
 
         Raises:
             StalledError: No piece finished for that long.
             ClosedError: ``stop`` was called before all pieces had started, or pieces under way hang after it.
             BaseException: The first error that ``work`` raised.
         """
-        request = _Request(work, pieces, self._lock)
+        request = _Request(work, pieces, self._lock, kind, yields=gives_way)
         with self._lock:
             if self._closed:
                 raise ClosedError
@@ -132,16 +148,27 @@ class PiecePool(Generic[PieceT]):
         return not any(thread.is_alive() for thread in self._threads)
 
     def _wait(self, request: _Request[PieceT], stall_timeout_s: float) -> None:
-        num_finished = 0
+        before = request.num_finished, self._num_finished
         while not request.is_finished:
             timeout_s = min(stall_timeout_s, _LAST_PIECES_TIMEOUT_S) if self._closed else stall_timeout_s
             if not request.finished.wait(timeout_s) and not request.is_finished:
-                if request.num_finished == num_finished:
+                now = request.num_finished, self._num_finished
+                gave_way = request.yields and not request.under_way and now != before
+                if request.num_finished == before[0] and not gave_way:
                     self._has_stalled = True
                     if self._closed:
                         raise ClosedError
                     raise StalledError(request.under_way[0] if request.under_way else None)
-                num_finished = request.num_finished
+                before = now
+
+    def _next(self) -> _Request[PieceT] | None:
+        """Take the request whose turn it is out of the queue. None: there is none."""
+        first = {request.kind for request in self._requests if request.to_start and not request.yields}
+        for place, request in enumerate(self._requests):
+            if not (request.yields and request.kind in first):
+                del self._requests[place]
+                return request
+        return None
 
     def _serve(self) -> None:
         while self._serve_one():
@@ -149,11 +176,10 @@ class PiecePool(Generic[PieceT]):
 
     def _serve_one(self) -> bool:
         with self._lock:
-            while not self._requests:
+            while (request := self._next()) is None:
                 if self._closed:
                     return False
                 self._something_to_do.wait()
-            request = self._requests.popleft()
             if not request.to_start:
                 return True
             piece = request.to_start.popleft()
@@ -168,6 +194,7 @@ class PiecePool(Generic[PieceT]):
         with self._lock:
             request.under_way.remove(piece)
             request.num_finished += 1
+            self._num_finished += 1
             if error is not None:
                 request.fail(error)
             if request.is_finished:

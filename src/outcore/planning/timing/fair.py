@@ -4,6 +4,9 @@ Speeds are max-min fair. All speeds rise together, by equal bytes, until somethi
 it keep the speed they have, and the others go on rising (D. Bertsekas, R. Gallager, "Data Networks", 2nd edition,
 6.5.2).
 
+[Note: giving way] Reads of what updates need stand still while another lane reads from disk, and so do their writes.
+Threads of the disk tier do the pieces of all transfers (``memory.piece_pool``), so nothing is lost by that.
+
 [Note: cores] Where the host computes, compute shares its cores with lanes. It loses more than they take: all its
 threads wait for the one that gives way. What both keep was measured for each link alone beside compute: ``c`` of the
 speed of compute, and ``v`` of the link's. Beside several links, a second of compute takes ``1 / c - 1`` seconds more
@@ -18,19 +21,27 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from outcore.planning.timing.rates import LINK_OF, LINKS, Rates
+from outcore.spec.lanes import GIVING_WAY
 from outcore.spec.timeline import LANES
 
-_NONE, _MOST = len(LINKS), len(LANES) + 1
+_BEHIND = tuple(sorted(lane.value for lane in GIVING_WAY))
+_NONE, _MOST = len(LINKS) + len(_BEHIND), len(LANES) + 1
 _COMPUTE = LINKS.index("compute")
 _LEAST_KEPT = 0.05
 """Part of its speed that compute, or a link beside it, keeps, whatever noise made of a measurement."""
 _NUMBERS = {lane: LINKS.index(link) for lane, link in LINK_OF.items()}
+_AHEAD = {len(LINKS) + i: _NUMBERS[lane] for i, lane in enumerate(_BEHIND)}
+"""Number of a lane that gives way -> number of its link."""
+_NUMBERS |= {lane: len(LINKS) + i for i, lane in enumerate(_BEHIND)}
 ONE = (*(_MOST**i for i in range(_NONE)), 0)
-"""Link number -> one operation on that link, as a number whose digits count operations by link; 0 without a link."""
+"""Number -> one operation with this number, as a number whose digits count operations; 0 without a link."""
 
 
 def link_number(lane: str) -> int:
-    """Return the index of a lane's link in ``LINKS``; for a lane without a link, the number behind the last."""
+    """Return the number of a lane: the index of its link in ``LINKS``, or a number of its own if it gives way.
+
+    A lane without a link has the number behind the last.
+    """
     return _NUMBERS.get(lane, _NONE)
 
 
@@ -42,7 +53,10 @@ class _Room(NamedTuple):
 
 
 class Fair(dict[int, Sequence[float]]):
-    """Speeds by link number; 1 is the speed of an operation alone. Keys are sums of ``ONE``, and values are cached."""
+    """Speeds by number; 1 is the speed of an operation alone. Keys are sums of ``ONE``, and values are cached.
+
+    A speed is 0 if the operation gives way: see [Note: giving way].
+    """
 
     def __init__(self, rates: Rates) -> None:
         super().__init__()
@@ -58,18 +72,21 @@ class Fair(dict[int, Sequence[float]]):
 
     def __missing__(self, sum_of_ones: int) -> Sequence[float]:
         counts = tuple(sum_of_ones // one % _MOST for one in ONE[:_NONE])
-        speeds = self._fill(counts)
-        self[sum_of_ones] = (*(self._beside_compute(counts, speeds) if counts[_COMPUTE] else speeds), 1.0)
+        going = {i for i, link in _AHEAD.items() if not counts[link]}
+        of_links = [counts[i] + sum(counts[j] for j in going if _AHEAD[j] == i) for i in range(len(LINKS))]
+        speeds = self._fill(of_links)
+        speeds = self._beside_compute(of_links, speeds) if counts[_COMPUTE] else speeds
+        self[sum_of_ones] = (*speeds, *(speeds[link] if i in going else 0.0 for i, link in _AHEAD.items()), 1.0)
         return self[sum_of_ones]
 
-    def _beside_compute(self, counts: tuple[int, ...], speeds: Sequence[float]) -> Sequence[float]:
+    def _beside_compute(self, counts: Sequence[int], speeds: Sequence[float]) -> Sequence[float]:
         """Return what is left of speeds while the host computes. See [Note: cores]."""
         kept = {i: parts for i, parts in self._kept.items() if counts[i]}
         lost = sum(1 / compute - 1 for compute, _ in kept.values())
         left = {_COMPUTE: 1 / (1 + lost), **{i: own for i, (_, own) in kept.items()}}
         return [speed * left.get(i, 1.0) for i, speed in enumerate(speeds)]
 
-    def _fill(self, counts: tuple[int, ...]) -> Sequence[float]:
+    def _fill(self, counts: Sequence[int]) -> Sequence[float]:
         speeds = [0.0] * len(counts)
         rising = {i for i, count in enumerate(counts) if count}
         while rising:
@@ -81,7 +98,7 @@ class Fair(dict[int, Sequence[float]]):
         return [min(speed, 1.0) if count else 1.0 for speed, count in zip(speeds, counts, strict=True)]
 
 
-def _left(room: _Room, counts: tuple[int, ...], speeds: Sequence[float], steps: Mapping[int, float]) -> float:
+def _left(room: _Room, counts: Sequence[int], speeds: Sequence[float], steps: Mapping[int, float]) -> float:
     """Return how far speeds can rise until ``room`` is used up. Args: steps: Link number -> its rise, if it rises."""
     used = sum(count * part * speed for count, part, speed in zip(counts, room.parts, speeds, strict=True))
     taken = sum(counts[i] * room.parts[i] * step for i, step in steps.items())

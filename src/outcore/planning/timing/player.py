@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -132,9 +133,9 @@ class Player:
         """Lane -> its last task."""
         self._ready: list[int] = []
         self._left: list[float] = []
-        """Seconds of each task at full speed."""
+        """Seconds of each task at full speed: all, or what was left when it last stood still."""
         self._links: list[int] = []
-        """Link number of each task."""
+        """Number of each task: see ``link_number``."""
         self._running: dict[int, float] = {}
         """Task -> when it will be over at the current speeds."""
         self._begun: list[int] = []
@@ -212,13 +213,20 @@ class Player:
     def _go_on(self) -> list[int]:
         """Go on until the next tasks are over. Returns them."""
         running, links, now = self._running, self._links, self._now
-        before, speeds = self._speeds, self._fair[self._counts]
+        before = self._speeds
+        self._speeds = speeds = self._fair[self._counts]
         if speeds is not before:
             for index, at in running.items():
-                running[index] = now + (at - now) * before[links[index]] / speeds[links[index]]
-            self._speeds = speeds
+                old, new = before[links[index]], speeds[links[index]]
+                if old and new:
+                    running[index] = now + (at - now) * old / new
+                    continue
+                if old:  # it stands still from now on
+                    self._left[index] = (at - now) * old
+                running[index] = now + self._left[index] / new if new else math.inf
         for index in self._begun:
-            running[index] = now + self._left[index] / speeds[links[index]]
+            speed = speeds[links[index]]
+            running[index] = now + self._left[index] / speed if speed else math.inf
         self._begun.clear()
         self._now = now = min(running.values())
         enough = now * (1 + _ROUNDING)

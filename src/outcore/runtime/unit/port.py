@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +13,7 @@ from outcore.memory.arena import Buffer, Region
 from outcore.memory.disk import DiskStore, Extent
 from outcore.order.ledger import After, Dependency, Home, Ledger, Slot, Span
 from outcore.order.port import COPY, NOTHING, Answer, Work
-from outcore.spec.lanes import Lane
+from outcore.spec.lanes import GIVING_WAY, Lane
 from outcore.spec.schedule import Kind, Phase
 
 _memory: Callable[[Span], Any] = attrgetter("memory")
@@ -43,7 +44,7 @@ class LivePort:
         sources, targets = list(map(_memory, reads)), list(map(_memory, writes))
         deed, moved, is_due = work.deed, work.moved, work.is_due
         if deed is None:
-            deed = self._copy(sources, targets, work.is_wanted)
+            deed = self._copy(sources, targets, work.is_wanted, gives_way=lane in GIVING_WAY)
             moved = sum(map(_nbytes, writes))
         if moved is not None:
             is_due = self._traffic.add(lane, moved, is_due)
@@ -91,11 +92,13 @@ class LivePort:
         """Poison the bytes, if the faults include poison."""
         return self._device.poison(of.memory, lane, after)
 
-    def _copy(self, sources: Sequence[Any], targets: Sequence[Any], is_wanted: Answer | None) -> Callable[[], object]:
+    def _copy(
+        self, sources: Sequence[Any], targets: Sequence[Any], is_wanted: Answer | None, *, gives_way: bool
+    ) -> Callable[[], object]:
         if len(sources) == 1 and isinstance(sources[0], Extent):
-            return self._read(sources[0], targets[0])
+            return partial(self._store().read, sources[0], targets[0].bytes, gives_way=gives_way)
         if len(targets) == 1 and isinstance(targets[0], Extent):
-            return self._write(sources[0], targets[0], is_wanted)
+            return self._write(sources[0], targets[0], is_wanted, gives_way=gives_way)
         pairs = [(to.bytes, origin.bytes) for origin, to in zip(sources, targets, strict=True)]
 
         def copy() -> None:
@@ -104,17 +107,15 @@ class LivePort:
 
         return copy
 
-    def _read(self, extent: Extent, buffer: Buffer) -> Callable[[], object]:
-        store = self._store()
-        return lambda: store.read(extent, buffer.bytes)
-
-    def _write(self, buffer: Buffer, extent: Extent, is_wanted: Answer | None) -> Callable[[], object]:
+    def _write(
+        self, buffer: Buffer, extent: Extent, is_wanted: Answer | None, *, gives_way: bool
+    ) -> Callable[[], object]:
         store = self._store()
 
         def write() -> object:
             if is_wanted is not None and not is_wanted():
                 return SKIPPED
-            store.write(extent, buffer.bytes)
+            store.write(extent, buffer.bytes, gives_way=gives_way)
             return None
 
         return write
