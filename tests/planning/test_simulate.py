@@ -274,6 +274,19 @@ def test_a_plain_loop_launches_kernels_and_nothing_else(model):
     assert simulate(model, again, rates, usual_visits(model)).step_s == pytest.approx((2 * 9 + 8) * 10.0)
 
 
+@pytest.mark.parametrize(("micro_batches", "plain_adds"), [(1, 0), (3, 2)])
+def test_a_plain_loop_adds_to_the_first_gradients(model, micro_batches: int, plain_adds: int):
+    homes = {"weights": "device", "gradients": "device", "states": "device", "policy": "keep"}
+    visits = usual_visits(model, micro_batches)
+    ours, plain = plan_of(model, **homes), dataclasses.replace(plan_of(model, **homes), plain=True)
+    ours, plain = (dataclasses.replace(plan, accumulation_steps=None) for plan in (ours, plain))
+    rates = dataclasses.replace(rates_of(model), bytes_per_s={"compute": 4 * MIB})
+    for plan, adds in ((ours, micro_batches), (plain, plain_adds)):
+        found = simulate(model, plan, rates, visits)
+        assert found.step_s == pytest.approx(8 * (3 * micro_batches + adds))
+        assert bound_of(model, plan, rates, visits).seconds <= found.step_s * (1 + 1e-9)
+
+
 def test_a_plain_loop_steps_with_the_optimizer_that_it_has(model):
     homes = {"weights": "device", "gradients": "device", "states": "device", "policy": "keep"}
     rates = dataclasses.replace(rates_of(model), parameters_per_s={"compute": MIB, "plain": MIB / 3})

@@ -253,7 +253,7 @@ class _Steps:
             self._gradients.share(unit, self._work[unit.index], self._make_room, is_first=is_first)
             if unit.index not in self._reached and unit.index != ROOT:
                 return
-        else:
+        elif not (self._plan.plain and is_first):  # else they stay where autograd makes them
             self._gradients.send(unit, self._work[unit.index], is_first=is_first)
         progress.num_passes += not progress.is_counted
         progress.has_gradients = progress.is_counted = True
