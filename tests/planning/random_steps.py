@@ -174,12 +174,12 @@ def steps_s(step: Step, chance: random.Random, *, num_orders: int, steps: int = 
         yield max(found_s, end_s / steps)
 
 
-def chosen_s(step: Step) -> float:
-    """Seconds of a step with the fastest of the update orders that a search tries."""
+def chosen_s(step: Step, num_steps: int = STEPS) -> float:
+    """Seconds of a step with the fastest of the update orders that a search tries. Args: num_steps: Simulated steps."""
 
     def seconds(orders: Sequence[tuple[tuple[str, ...], bool]]) -> list[float]:
         plans = [replace(step.plan, updated_first=first, kept_updated_first=kept) for first, kept in orders]
-        return [settled_s(*laid_out(replace(step, plan=plan), STEPS), step.rates)[0] for plan in plans]
+        return [settled_s(*laid_out(replace(step, plan=plan), num_steps), step.rates)[0] for plan in plans]
 
     def change(order: tuple[tuple[str, ...], bool], chance: random.Random) -> tuple[tuple[str, ...], bool]:
         first = moved([names.index(name) for name in order[0]], trained, chance)
@@ -279,14 +279,19 @@ def main() -> None:
         sends_away = any(u.saved_bytes for u in step.plan.units)
         found, is_roomy = {"": plain}, step.is_roomy and not sends_away
         if "bound" not in sys.argv and (is_roomy or "roomy" not in sys.argv):
-            found[", order chosen"] = chosen_s(step) / bound.seconds
+            ratio = chosen_s(step) / bound.seconds
+            if ratio < 1 - 1e-9:  # as below
+                print(f"seed {seed}: {ratio:.5f} of the bound in {STEPS} steps, order chosen", flush=True)
+                ratio = chosen_s(step, 6 * STEPS) / bound.seconds
+            found[", order chosen"] = ratio
         for how, ratio in found.items():
             ratios[f"all{how}"] += [ratio] * (not how or "roomy" not in sys.argv)
             ratios[f"roomy{how}"] += [ratio] * is_roomy
             ratios[f"with activations away{how}"] += [ratio] * sends_away
         ratios["reordered"] += others
         if min([plain, *others]) < 1 - 1e-9:  # with so few steps a step may not have settled
-            plain, *others = (seconds / bound.seconds for seconds in steps_s(step, chance, num_orders=1, steps=60))
+            again_s = steps_s(step, chance, num_orders=1, steps=6 * STEPS)
+            plain, *others = (seconds / bound.seconds for seconds in again_s)
         if min([plain, *others]) < 1 - 1e-9:
             print(f"seed {seed}: {plain:.5f}, {others} of the bound, {dict(bound.parts)}", flush=True)
     say(ratios)

@@ -268,3 +268,23 @@ def test_many_units_take_seconds():
     found = search(job)
     assert time.process_time() - start_s < 15  # some 2 s on an idle core
     assert found.simulation.step_s < step_s(job, place(job.model, job.limits)) * 0.95
+
+
+def test_the_root_comes_first_in_the_order_and_stays_there():
+    choice = _Search(dataclasses.replace(job_of(10, 1, 8, 30), model=layered(10)))._choice
+    plain = choice.uniform(Kind("host", "host", "host"))
+    (rooted,) = choice.turned(plain)
+    assert rooted.first == (0,)
+    assert not list(choice.turned(rooted))
+    assert {candidate.first for candidate in choice.other_orders(plain)} == {(10,), (10, 9)}
+    assert {candidate.first for candidate in choice.other_orders(rooted)} == {(0, 10), (0, 10, 9)}
+    assert choice.plan(rooted).updated_first == ("",)
+
+
+def test_on_several_ranks_the_root_comes_first_anyway():
+    job = dataclasses.replace(job_of(10, 1, 8, 30), model=layered(10).among(2, 0, 2))
+    choice = _Search(job)._choice
+    assert not list(choice.turned(choice.uniform(Kind("host", "host", "host"))))
+    firsts = [choice.moved(choice.uniform(ALL_HOST), random.Random(i)).first for i in range(40)]
+    assert any(0 not in first and len(first) for first in firsts)
+    assert any(0 in first for first in firsts)

@@ -91,7 +91,8 @@ class DiskStore(Closing):
             paths: Folders, made if missing; with several, stripes go round them.
             nbytes: Total size in bytes.
             num_threads: Pieces under way at once.
-            stall_timeout_s: A transfer fails if none of its pieces ends for between one and two times this long.
+            stall_timeout_s: A transfer fails if none of its pieces starts or ends for between one and two times this
+                long. While it gives way, pieces of others count, too.
             io: The system's calls; tests put faults here.
 
         Raises:
@@ -144,7 +145,7 @@ class DiskStore(Closing):
             extent: The bytes to read.
             memory: 1D uint8 in host memory, as long as the extent. Fast if address, offset and length are multiples of
                 4 KiB.
-            gives_way: Whether the drive reads what others want first: this reads on when threads are free of that.
+            gives_way: Whether it starts no piece while other reads have pieces to start.
 
         Raises:
             DiskError: The read failed, or returned other bytes than were written. The error names file, owner and

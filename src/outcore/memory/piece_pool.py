@@ -36,7 +36,7 @@ class _Request(Generic[PieceT]):
         self.work, self.kind, self.yields = work, kind, yields
         self.to_start = deque(pieces)
         self.under_way: list[PieceT] = []
-        self.num_finished = 0
+        self.num_started = self.num_finished = 0
         self.error: BaseException | None = None
         self.finished = threading.Condition(lock)
 
@@ -53,9 +53,9 @@ class _Request(Generic[PieceT]):
 class PiecePool(Generic[PieceT]):
     """A few threads that take one piece of each waiting request in turn.
 
-    A short request (the next unit's weights) therefore never waits behind all of a long one (a save). A request that
-    gives way starts no piece while another one of its kind has pieces to start. The threads are daemons: a thread that
-    hangs in a dead disk does not keep the process from ending.
+    A short request (the next unit's weights) therefore never waits behind all of a long one. A request that gives way
+    starts no piece while another one of its kind has pieces to start. The threads are daemons: a thread that hangs in a
+    dead disk does not keep the process from ending.
     """
 
     def __init__(self, num_threads: int, *, name: str) -> None:
@@ -91,13 +91,13 @@ class PiecePool(Generic[PieceT]):
         Args:
             work: Called on the pool's threads.
             pieces: Done in any order, several at once.
-            stall_timeout_s: Raise when no piece finishes for between one and two times this long. While the request
-                gives way, those of others count.
-            kind: Requests of the same kind give way to each other.
+            stall_timeout_s: Raise when no piece starts or ends for between one and two times this long. While the
+                request gives way, pieces of all others count, too.
+            kind: A request gives way only to others of its kind.
             gives_way: Whether this one does.
 
         Raises:
-            StalledError: No piece finished for that long.
+            StalledError: No piece started or ended for that long.
             ClosedError: ``stop`` was called before all pieces had started, or pieces under way hang after it.
             BaseException: The first error that ``work`` raised.
         """
@@ -148,13 +148,13 @@ class PiecePool(Generic[PieceT]):
         return not any(thread.is_alive() for thread in self._threads)
 
     def _wait(self, request: _Request[PieceT], stall_timeout_s: float) -> None:
-        before = request.num_finished, self._num_finished
+        before = request.num_started, request.num_finished, self._num_finished
         while not request.is_finished:
             timeout_s = min(stall_timeout_s, _LAST_PIECES_TIMEOUT_S) if self._closed else stall_timeout_s
             if not request.finished.wait(timeout_s) and not request.is_finished:
-                now = request.num_finished, self._num_finished
+                now = request.num_started, request.num_finished, self._num_finished
                 gave_way = request.yields and not request.under_way and now != before
-                if request.num_finished == before[0] and not gave_way:
+                if now[:2] == before[:2] and not gave_way:
                     self._has_stalled = True
                     if self._closed:
                         raise ClosedError
@@ -186,6 +186,7 @@ class PiecePool(Generic[PieceT]):
             if request.to_start:
                 self._requests.append(request)
             request.under_way.append(piece)
+            request.num_started += 1
         error: BaseException | None = None
         try:
             request.work(piece)

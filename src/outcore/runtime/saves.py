@@ -371,7 +371,7 @@ class Saves:
 
     def _read(self, memory: Buffer | Extent, start: int, to: torch.Tensor) -> None:
         if isinstance(memory, Extent):
-            self._tiers.store().read(memory.part(start, start + to.numel()), to)
+            self._tiers.store().read(memory.part(start, start + to.numel()), to, gives_way=True)
             return
         self._aside.copy(memory.bytes[start : start + to.numel()], to)
 

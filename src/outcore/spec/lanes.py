@@ -58,8 +58,8 @@ RANK_LANES = (Lane.REDUCE, Lane.GATHER, Lane.LINK)
 """Lanes on which all ranks meet."""
 
 GIVING_WAY = frozenset({Lane.STATES_READ, Lane.STATES_WRITE})
-"""Lanes that stand still while another one reads from disk, or writes to it. They serve updates, which come once in a
-step. Visits wait for weights and activations, and slots for gradients."""
+"""Lanes that give way while another one reads from disk, or writes to it. They serve updates, and sums of gradients on
+disk. Visits wait for weights and activations, and slots for gradients."""
 
 COPY_LANES = frozenset(
     {Lane.H2D, Lane.D2H, Lane.WRITE_BACK, Lane.STATES_H2D, Lane.DEVICE_UPDATE, Lane.STATES_D2H, *RANK_LANES}

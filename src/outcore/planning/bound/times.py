@@ -156,7 +156,7 @@ class Times:
             copied_s = self._pace.collect_s(spec.name, spec.bucket_bytes)
             return (copied_s if spec.name else 0.0), copied_s
         if self.plan.plain:
-            return 0.0, 0.0  # those of a first pass stay where autograd makes them
+            return 0.0, 0.0  # they stay where autograd makes them; sums of later passes are not counted
         if plan.gradients == "device":
             return 0.0, self.rates.move_s("compute", spec.update_bytes)
         copied_s = self._pace.collect_s(spec.name, spec.bucket_bytes) if spec.name else 0.0

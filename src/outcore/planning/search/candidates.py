@@ -121,7 +121,9 @@ class Choice:
         self._accumulation_steps, self._may_be_early = accumulation_steps, may_be_early
         # Equal units are worked out once: plans of hundreds of units are made again and again.
         self._unit = functools.cache(self._write_unit)
-        self._trained = [i for i in (*range(1, len(model.units)), ROOT) if model.units[i].trainable]
+        usual = range(len(model.units)) if model.units[ROOT].num_ranks > 1 else (*range(1, len(model.units)), ROOT)
+        self._trained = [i for i in usual if model.units[i].trainable]
+        """Units in the usual order of updates: see ``weight_cache.update_order``."""
         shapes = [shape_of(unit, model) for unit in model.units]
         first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
         self._alike = [first[shape] for shape in shapes]
@@ -244,19 +246,20 @@ class Choice:
                     yield replace(candidate, early=early)
 
     def turned(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the candidate with ``in_turn`` changed, if it has slots for states, and with the root updated first."""
+        """Yield the candidate with ``in_turn`` changed, if it has slots for states, and the one with the root first."""
         if any(pool.kind == "states" for pool in self._taken(candidate)[0]):
             yield replace(candidate, in_turn=not candidate.in_turn)
-        if ROOT in self._trained and ROOT not in candidate.first:
+        if self._trained[-1:] == [ROOT] and ROOT not in candidate.first:
             yield replace(candidate, first=(ROOT, *candidate.first))
 
     def other_orders(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield candidates whose updates begin with more or fewer of the last units, whose gradients come first."""
-        last, now = len(candidate.kinds) - 1, len(candidate.first)
+        root = candidate.first[:1] if candidate.first[:1] == (ROOT,) else ()
+        last, now = len(candidate.kinds) - 1, len(candidate.first) - len(root)
         for by in dict.fromkeys((round(last / 4), round(last / 8), 1)):
             for number in (now + by, now - by) if by else ():
                 if 0 <= number <= last:
-                    yield replace(candidate, first=tuple(range(last, last - number, -1)))
+                    yield replace(candidate, first=(*root, *range(last, last - number, -1)))
 
     def moved(self, candidate: Candidate, chance: random.Random) -> Candidate:
         """Return the candidate with some updates moved to another place in the order: see ``moved``."""
@@ -326,7 +329,7 @@ def moved(first: Sequence[int], trained: Sequence[int], chance: random.Random) -
 
     Args:
         first: Units that are updated first, in this order; the others follow in the order of ``trained``.
-        trained: All units that are trained, in the order in which forward uses them: the root is the last.
+        trained: All units that are trained, in their usual order of updates.
         chance: Draws which ones, and where to.
 
     Returns:

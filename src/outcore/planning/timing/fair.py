@@ -4,8 +4,9 @@ Speeds are max-min fair. All speeds rise together, by equal bytes, until somethi
 it keep the speed they have, and the others go on rising (D. Bertsekas, R. Gallager, "Data Networks", 2nd edition,
 6.5.2).
 
-[Note: giving way] Reads of what updates need stand still while another lane reads from disk, and so do their writes.
-Threads of the disk tier do the pieces of all transfers (``memory.piece_pool``), so nothing is lost by that.
+[Note: giving way] Reads of what updates need stand still while another lane reads from disk, and so do their writes. In
+a run they start no piece while another transfer has pieces to start (``memory.piece_pool``). So transfers of a few
+pieces still share the drive with them, which is not simulated.
 
 [Note: cores] Where the host computes, compute shares its cores with lanes. It loses more than they take: all its
 threads wait for the one that gives way. What both keep was measured for each link alone beside compute: ``c`` of the
