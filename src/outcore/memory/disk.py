@@ -91,8 +91,8 @@ class DiskStore(Closing):
             paths: Folders, made if missing; with several, stripes go round them.
             nbytes: Total size in bytes.
             num_threads: Pieces under way at once.
-            stall_timeout_s: A transfer fails if none of its pieces starts or ends for between one and two times this
-                long. While it gives way, pieces of others count, too.
+            stall_timeout_s: A transfer fails if none of its pieces ends for between one and two times this long. Time
+                for which it gives way to others that go on does not count.
             io: The system's calls; tests put faults here.
 
         Raises:

@@ -91,13 +91,13 @@ class PiecePool(Generic[PieceT]):
         Args:
             work: Called on the pool's threads.
             pieces: Done in any order, several at once.
-            stall_timeout_s: Raise when no piece starts or ends for between one and two times this long. While the
-                request gives way, pieces of all others count, too.
+            stall_timeout_s: Raise when no piece ends for between one and two times this long. The time for which the
+                request gives way to others that go on does not count.
             kind: A request gives way only to others of its kind.
             gives_way: Whether this one does.
 
         Raises:
-            StalledError: No piece started or ended for that long.
+            StalledError: No piece ended for that long.
             ClosedError: ``stop`` was called before all pieces had started, or pieces under way hang after it.
             BaseException: The first error that ``work`` raised.
         """
@@ -153,8 +153,9 @@ class PiecePool(Generic[PieceT]):
             timeout_s = min(stall_timeout_s, _LAST_PIECES_TIMEOUT_S) if self._closed else stall_timeout_s
             if not request.finished.wait(timeout_s) and not request.is_finished:
                 now = request.num_started, request.num_finished, self._num_finished
-                gave_way = request.yields and not request.under_way and now != before
-                if now[:2] == before[:2] and not gave_way:
+                gave_way = not request.under_way or now[0] != before[0]  # it waits, or its turn has just come
+                may_wait = request.yields and gave_way and now != before and not self._closed
+                if now[1] == before[1] and not may_wait:
                     self._has_stalled = True
                     if self._closed:
                         raise ClosedError
