@@ -6,7 +6,7 @@ come.
 ``throttled``: rows of blocks that sleep, as in ``overlap.py``, with lanes of random speed. The machine is measured by
 the probe, which does not know these speeds; it is told how long blocks sleep. ``models``: small
 Llamas without throttles, with everything on the device, in host memory or on disk. Their work is counted from shapes
-alone, and the machine is measured once.
+alone. The machine is measured first, and again before a case if a CPU has another speed by then.
 
     python benchmarks/predict.py
     python benchmarks/predict.py --what models --layers 4 --hidden 256
@@ -20,6 +20,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 import signal
 import statistics
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,10 @@ HOMES: Mapping[str, Kind] = {"device": ALL_DEVICE, "host": ALL_HOST, "disk": ALL
 PLENTY = Limits(device_bytes=2**40, host_bytes=2**40, disk_bytes=2**40)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WARM_UP = 2
+SAME, READINGS = 1.07, 5
+"""A machine has another speed if the median of some readings is more than this many times slower or faster."""
+PAUSE_S = 10.0
+"""Time to wait for the probe's speed before the machine is measured again: slow moments of virtual machines pass."""
 
 
 def steps_s(
@@ -158,27 +164,52 @@ def throttled(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield found | {"units_of_a_block": dataclasses.asdict(setting), "visit_s": hardware.host.visit_s}
 
 
-def models(args: argparse.Namespace, hardware: Hardware) -> Iterator[dict[str, Any]]:
-    """Small Llamas, with their data in all places."""
+def models(args: argparse.Namespace, machine: Callable[[], Hardware]) -> Iterator[dict[str, Any]]:
+    """Small Llamas, with their data in all places. Args: machine: Measures it."""
+    hardware = machine()
     for hidden, length, policy, home in itertools.product(args.hidden, args.lengths, args.policies, args.homes):
         torch.manual_seed(0)
         model = LlamaForCausalLM(_config(hidden, args.layers)).to(DTYPES[args.precision])
-        cut = partition(model, state_names=STATES, precision=args.precision)
-        choice = Choice(cut.spec, policy=policy, accumulation_steps=None, may_be_early=False)
-        plan = choice.plan(choice.uniform(HOMES[home], ROOMY))
-        plan = with_room(cut.spec, plan, PLENTY, clipping=True) if home == "device" else plan
-        ids = torch.randint(0, 1000, (args.batch_size, length)).to(args.device)
-        sample = {"input_ids": ids, "labels": ids, "use_cache": False}
-        with open_device(args.device) as device:
-            found = Timed(cut, Options(sample=sample, hardware=hardware), device).predict(plan)
-            step_s = math.nan if found is None else found.step_s
-        loss = partial(lambda model, sample: model(**sample).loss, model, sample)
-        numel = sum(p.numel() for p in model.parameters())
-        options = {"precision": args.precision, "device": args.device}
-        with tempfile.TemporaryDirectory(dir=args.disk) as folder, open_device(args.device) as device:
-            speed = Speed(device, hardware).now
-            run = partial(steps_s, model, plan, args.steps, loss, folder, speed, **options)
-            yield compared(f"{numel / 1e6:.0f}M, {args.batch_size} x {length} tokens, {policy}, {home}", step_s, run)
+        name = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M, {args.batch_size} x {length} tokens"
+        if is_other(args.device, hardware):
+            time.sleep(PAUSE_S)
+            hardware = machine() if is_other(args.device, hardware) else hardware
+        line = one_model(args, hardware, f"{name}, {policy}, {home}", model, length, policy, home)
+        yield line | {"machine": json.loads(hardware.to_json())}
+
+
+def one_model(
+    args: argparse.Namespace, hardware: Hardware, name: str, model: nn.Module, length: int, policy: Any, home: str
+) -> dict[str, Any]:
+    """Predict the steps of a model, and run it."""
+    cut = partition(model, state_names=STATES, precision=args.precision)
+    choice = Choice(cut.spec, policy=policy, accumulation_steps=None, may_be_early=False)
+    plan = choice.plan(choice.uniform(HOMES[home], ROOMY))
+    plan = with_room(cut.spec, plan, PLENTY, clipping=True) if home == "device" else plan
+    ids = torch.randint(0, 1000, (args.batch_size, length)).to(args.device)
+    sample = {"input_ids": ids, "labels": ids, "use_cache": False}
+    with open_device(args.device) as device:
+        found = Timed(cut, Options(sample=sample, hardware=hardware), device).predict(plan)
+        step_s = math.nan if found is None else found.step_s
+    loss = partial(lambda model, sample: model(**sample).loss, model, sample)
+    options = {"precision": args.precision, "device": args.device}
+    with tempfile.TemporaryDirectory(dir=args.disk) as folder, open_device(args.device) as device:
+        speed = Speed(device, hardware).now
+        run = partial(steps_s, model, plan, args.steps, loss, folder, speed, **options)
+        return compared(name, step_s, run)
+
+
+def is_other(device: str, hardware: Hardware) -> bool:
+    """Return whether a CPU has another speed than when it was measured. Time: a second."""
+    with open_device(device) as opened:
+        speed = Speed(opened, hardware)
+        return not 1 / SAME < statistics.median(speed.now() for _ in range(READINGS)) < SAME
+
+
+def measured_anew(args: argparse.Namespace, effort: Effort, caches: ExitStack) -> Hardware:
+    """Measure the machine. Blocks are measured anew, too: they are kept in a folder of their own."""
+    os.environ["XDG_CACHE_HOME"] = caches.enter_context(tempfile.TemporaryDirectory())
+    return measure(partial(open_device, args.device), [args.disk], effort)
 
 
 def _config(hidden: int, layers: int) -> LlamaConfig:
@@ -243,17 +274,18 @@ def main() -> None:
         collect(results, "throttled", throttled(args))
     if "models" in args.what:
         effort = Effort(window_s=0.01, buffer_bytes=2**21, sizes=(2**16, 2**20), disk_bytes=2**22, steps=4)
-        hardware = measure(partial(open_device, args.device), [args.disk], effort if args.quick else WHOLE)
-        collect(results, "models", models(args, hardware), machine=json.loads(hardware.to_json()))
+        with ExitStack() as caches:
+            machine = partial(measured_anew, args, effort if args.quick else WHOLE, caches)
+            collect(results, "models", models(args, machine))
     report()
 
 
-def collect(results: dict[str, Any], name: str, found: Iterator[dict[str, Any]], **more: Any) -> None:
+def collect(results: dict[str, Any], name: str, found: Iterator[dict[str, Any]]) -> None:
     """Keep what was found, as it comes."""
     lines: list[dict[str, Any]] = []
     for line in found:
         lines.append(line)
-        results[name] = {**summary(lines), "lines": lines, **more}
+        results[name] = {**summary(lines), "lines": lines}
 
 
 if __name__ == "__main__":

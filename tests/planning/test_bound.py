@@ -268,6 +268,17 @@ def test_no_order_beats_it(seed: int, has_ranks: bool):
         assert seconds >= found.seconds * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(0, NUM_STEPS, 3))
+def test_no_order_beats_it_where_links_are_slower_together(seed: int):
+    step = random_step(chance := random.Random(seed))
+    pairs = (("h2d", "d2h"), ("disk_read", "disk_write"))
+    slower = tuple(Shared(name=pair[0], parts=dict.fromkeys(pair, chance.uniform(1.1, 2.0))) for pair in pairs)
+    step = dataclasses.replace(step, rates=dataclasses.replace(step.rates, shared=(*step.rates.shared, *slower)))
+    found = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
+    for seconds in steps_s(step, chance, num_orders=3, steps=8):
+        assert seconds >= found.seconds * (1 - 1e-9)
+
+
 def test_random_steps_find_a_bound_that_is_too_high(monkeypatch):
     monkeypatch.setattr(_Graph, "_held_sums", lambda self, places, slack_s: self._sums_of(places))  # no slots held
     ratios = []

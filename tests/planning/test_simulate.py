@@ -185,6 +185,13 @@ def test_a_bus_that_is_not_full_duplex():
     assert ends(rates, ("h2d", 1.0, ()), ("d2h", 1.0, ())) == [pytest.approx(2.0), pytest.approx(2.0)]
 
 
+def test_a_drive_that_does_less_in_all_when_it_reads_and_writes_at_once():
+    rates = dataclasses.replace(FREE, shared=(Shared(name="disk", parts={"disk_read": 1.25, "disk_write": 1.25}),))
+    assert ends(rates, ("weights_read", 1.0, ())) == [1.0], "alone it has its full speed"
+    assert ends(rates, ("weights_read", 1.0, ()), ("disk_write", 1.4, ())) == pytest.approx([2.5, 2.9])
+    assert ends(rates, ("weights_read", 1.0, ()), ("h2d", 1.0, ())) == [1.0, 1.0]
+
+
 def test_without_an_accelerator_nothing_is_submitted_while_compute_works(model):
     rates = dataclasses.replace(rates_of(model, d2h=1.0), host_runs_ahead=False)
     ahead, behind = (step_s(model, plan_of(model), r) for r in (rates_of(model, d2h=1.0), rates))

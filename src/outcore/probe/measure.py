@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -50,6 +50,7 @@ Threads share the pieces of a transfer, and wait for the last of them. So two lo
 short ones: a virtual drive read and wrote 2.6 GB/s with 16 MiB each, and 3.4 GB/s with 85 MiB.
 """
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
+_Key = TypeVar("_Key", bound=Hashable)
 _BUS, _DISK = ("h2d", "d2h"), ("disk_write", "disk_read")
 
 
@@ -58,7 +59,7 @@ class Effort:
     """How much is measured, and how long."""
 
     window_s: float
-    """Seconds of every measurement, in all rounds together where one thing runs alone."""
+    """Seconds of every measurement; where one thing runs alone, of all rounds together."""
     buffer_bytes: int
     """Least size of the buffers on either side of the bus."""
     sizes: Sequence[int]
@@ -71,7 +72,7 @@ class Effort:
     steps: int
     """Steps of a small model, for the engine's time per visit."""
     rounds: int = 1
-    """Rounds in which compute and links run alone, and links in pairs; the median of the rounds counts."""
+    """Rounds of all measurements but the engine's time per visit; the median of the rounds counts."""
     of_caches: int = 0
     """Least size of these buffers in multiples of the processor's last-level caches. A run's data outgrows those."""
 
@@ -203,18 +204,18 @@ class _Probe:
     def _alone(self, moves: Mapping[str, Mapping[int, Load]]) -> dict[str, dict[int, float]]:
         """Return the seconds of copies and transfers that run alone: link -> size -> seconds."""
         *_, usual = sizes = self._effort.sizes
+        part_s = self._effort.window_s / self._effort.rounds
 
-        def seconds(link: str, size: int) -> float:
-            return size / _rate(moves[link][size], self._effort.window_s)
+        def seconds(link: str, size: int, window_s: float) -> float:
+            return size / _rate(moves[link][size], window_s)
 
-        found = {link: {size: seconds(link, size) for size in sizes} for link in moves}
-        long = {link: size for link, each in moves.items() for size in each if size > usual}
-        if all(size / usual * found[link][usual] <= _LONGEST_S for link, size in long.items()):
-            for link, size in long.items():
-                found[link][size] = seconds(link, size)
-        return found
+        long = [(link, size) for link, each in moves.items() for size in each if size > usual]
+        is_fast = all(size / usual * seconds(link, usual, part_s) <= _LONGEST_S for link, size in long)
+        pairs = [*itertools.product(moves, sizes), *(long if is_fast else [])]
+        found = self._in_rounds(lambda window_s: {pair: seconds(*pair, window_s) for pair in pairs})
+        return {link: {size: found[link, size] for name, size in pairs if name == link} for link in moves}
 
-    def _in_rounds(self, measure: Callable[[float], dict[str, float]]) -> dict[str, float]:
+    def _in_rounds(self, measure: Callable[[float], dict[_Key, float]]) -> dict[_Key, float]:
         """Measure several things in turn, again and again, since a machine changes its speed; the median counts.
 
         Args:

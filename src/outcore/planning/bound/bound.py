@@ -73,7 +73,7 @@ def bound_of(
     Cost: 100 units some 80 ms; with 48 nodes 20 ms.
     """
     work = work_of(model, plan, rates, visits, circumstances or Circumstances())
-    total_s = {**work.total_s, **{s.name: _taken(s.parts, work.total_s) for s in rates.shared}}
+    total_s = {**work.total_s, **{s.name: s.least_s(work.total_s) for s in rates.shared}}
     busiest = max(total_s, key=total_s.__getitem__)
     found = _Graph(work, rates, max_nodes).longest_cycle()
     if found is None or found[0] <= total_s[busiest]:
@@ -91,12 +91,8 @@ def busiest_s(
     Args: As in ``bound_of``.
     """
     total_s = totals_of(model, plan, rates, visits, circumstances)
-    most_s = max([*total_s.values(), *(_taken(s.parts, total_s) for s in rates.shared)])
+    most_s = max([*total_s.values(), *(s.least_s(total_s) for s in rates.shared)])
     return float(f"{most_s:.11g}"), float(f"{sum(total_s.values()):.11g}")
-
-
-def _taken(parts: Mapping[Any, float], seconds: Mapping[str, float]) -> float:
-    return sum(part * seconds.get(link, 0.0) for link, part in parts.items())
 
 
 class _Places(NamedTuple):
@@ -189,9 +185,8 @@ class _Graph:
             found[name] = np.max([view[1] for view in views], axis=0)
         sums["compute"] = found["compute"] = sums.get("compute", 0.0) + base
         for shared in self._rates.shared:
-            terms = [part * sums[link] for link, part in shared.parts.items() if link in sums]
-            if terms:
-                found[shared.name] = np.sum(terms, axis=0)
+            if sums.keys() & shared.parts.keys():
+                found[shared.name] = shared.least_s(sums)
         found["chain"] = self._chains()
         names = list(found)
         return names, np.stack([found[name] for name in names])

@@ -52,6 +52,11 @@ class _Room(NamedTuple):
     parts: tuple[float, ...]
     """Part that an operation at full speed takes, by link number."""
 
+    def among(self, counts: Sequence[int]) -> _Room:
+        """Return the resource as links use it now: a link that is alone takes no more than all of it."""
+        taking = sum(bool(count and part) for count, part in zip(counts, self.parts, strict=True))
+        return self if taking > 1 else _Room(tuple(min(part, 1.0) for part in self.parts))
+
 
 class Fair(dict[int, Sequence[float]]):
     """Speeds by number; 1 is the speed of an operation alone. Keys are sums of ``ONE``, and values are cached.
@@ -90,12 +95,13 @@ class Fair(dict[int, Sequence[float]]):
     def _fill(self, counts: Sequence[int]) -> Sequence[float]:
         speeds = [0.0] * len(counts)
         rising = {i for i, count in enumerate(counts) if count}
+        rooms = [room.among(counts) for room in self._rooms]
         while rising:
-            left = [_left(room, counts, speeds, {i: self._steps[i] for i in rising}) for room in self._rooms]
-            full = min(range(len(self._rooms)), key=left.__getitem__)
+            left = [_left(room, counts, speeds, {i: self._steps[i] for i in rising}) for room in rooms]
+            full = min(range(len(rooms)), key=left.__getitem__)
             for i in rising:
                 speeds[i] += left[full] * self._steps[i]
-            rising -= {i for i in rising if self._rooms[full].parts[i]}
+            rising -= {i for i in rising if rooms[full].parts[i]}
         return [min(speed, 1.0) if count else 1.0 for speed, count in zip(speeds, counts, strict=True)]
 
 

@@ -57,7 +57,19 @@ class Shared:
     name: str
     """Such as ``host memory``."""
     parts: Mapping[Link, float]
-    """Link -> the part that it takes at full speed. Links slow each other down only if their parts exceed 1 in sum."""
+    """Link -> the part that it takes at full speed. Links slow each other down only if their parts exceed 1 in sum.
+
+    A part above 1 belongs to a link that gets slower beside others than its share: a drive that reads and writes less
+    in all, both at once, than it reads alone. While the link is alone, it has its full speed.
+    """
+
+    def least_s(self, seconds: Mapping[str, Any]) -> Any:
+        """Return the least time for some work.
+
+        Args:
+            seconds: Link -> seconds of its work, alone at full speed; numbers, or arrays of equal shape.
+        """
+        return sum(min(part, 1.0) * seconds.get(link, 0.0) for link, part in self.parts.items())
 
 
 @dataclass(frozen=True, kw_only=True)
