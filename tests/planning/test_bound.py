@@ -271,8 +271,8 @@ def test_no_order_beats_it(seed: int, has_ranks: bool):
 @pytest.mark.parametrize("seed", range(0, NUM_STEPS, 3))
 def test_no_order_beats_it_where_links_are_slower_together(seed: int):
     step = random_step(chance := random.Random(seed))
-    pairs = (("h2d", "d2h"), ("disk_read", "disk_write"))
-    slower = tuple(Shared(name=pair[0], parts=dict.fromkeys(pair, chance.uniform(1.1, 2.0))) for pair in pairs)
+    pairs = {"ways": ("h2d", "d2h"), "drive": ("disk_read", "disk_write")}
+    slower = tuple(Shared(name=n, parts=dict.fromkeys(pair, chance.uniform(1.1, 2.0))) for n, pair in pairs.items())
     step = dataclasses.replace(step, rates=dataclasses.replace(step.rates, shared=(*step.rates.shared, *slower)))
     found = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
     for seconds in steps_s(step, chance, num_orders=3, steps=8):

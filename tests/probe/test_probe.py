@@ -55,6 +55,22 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("outcore.probe.measure.EFFORTS", {"whole": LEAST, "quick": LEAST})
 
 
+def test_a_slow_moment_of_a_link_does_not_decide(tmp_path, monkeypatch):
+    """One of three rounds is a thousand times slower; the first of all turns says whether long transfers are taken."""
+    seen = Counter[tuple[str, float]]()
+
+    def rate(load: Load, window_s: float) -> float:
+        seen[load.link, load.amount] += 1
+        return 1e6 if seen[load.link, load.amount] == 2 else 1e9
+
+    monkeypatch.setattr(measuring, "_rate", rate)
+    found = measure(OPENED, [tmp_path], dataclasses.replace(LEAST, rounds=3))
+    assert (found.bus.h2d_bytes_per_s, found.bus.d2h_bytes_per_s) == pytest.approx((1e9, 1e9))
+    assert found.disk is not None
+    assert (found.disk.read_bytes_per_s, found.disk.write_bytes_per_s) == pytest.approx((1e9, 1e9))
+    assert max(found.bus.latency_s, found.disk.latency_s) < 1e-9
+
+
 class TestArithmetic:
     def test_a_line_has_a_rate_and_what_comes_besides(self):
         assert line({1000: 3e-3, 10_000: 12e-3, 5000: 0.5}) == pytest.approx((1e6, 2e-3))

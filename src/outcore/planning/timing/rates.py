@@ -59,8 +59,8 @@ class Shared:
     parts: Mapping[Link, float]
     """Link -> the part that it takes at full speed. Links slow each other down only if their parts exceed 1 in sum.
 
-    A part above 1 belongs to a link that gets slower beside others than its share: a drive that reads and writes less
-    in all, both at once, than it reads alone. While the link is alone, it has its full speed.
+    Parts above 1 say that links move less together than one of them alone, as drives may that read and write at once.
+    A link that is alone has its full speed nevertheless.
     """
 
     def least_s(self, seconds: Mapping[str, Any]) -> Any:
