@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from outcore.core.errors import ConfigError, PlanInfeasibleError
+from outcore.core.errors import ConfigError
 from outcore.device.device import Device
 from outcore.forecast import DeviceFacts, Forecast, Loop, NamedHardware, hardware_for
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
@@ -22,8 +20,8 @@ from outcore.planning.forward.casts import Autocast
 from outcore.planning.forward.footprint import Footprint
 from outcore.planning.homes.check import check_plan, room_bytes, with_room
 from outcore.planning.homes.early import with_early_updates
-from outcore.planning.homes.placement import place
-from outcore.planning.homes.sending import Sending, undecided, workspace_bytes
+from outcore.planning.homes.placement import fitting, refusal
+from outcore.planning.homes.sending import Activations, Sending, sendings, workspace_bytes
 from outcore.planning.search.candidates import Candidate
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.profile import Profile, UnitWork, rates_for
@@ -33,7 +31,7 @@ from outcore.planning.units.partition import Partition
 from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import Precision
-from outcore.spec.plan import POLICIES, AwayTier, Plan, UnitPlan
+from outcore.spec.plan import AwayTier, Plan, UnitPlan
 
 _DEVICE_SHARE = 0.9  # of free memory, if there is no budget: the rest is for the driver and fragmentation
 _HOST_SHARE = 0.8
@@ -248,14 +246,9 @@ class Planner:
     def placed(self) -> Placed:
         """Find a plan. Activations rest where the user wants them, else where the predicted step is shortest."""
         if self._tier is not None:
-            return self._searched(self._most_saved(self._sendings(self._tier)), [])
-        others = [*self._selected(), *self._anywhere()]
-        try:
-            return self._searched(self._placed(None), others)
-        except PlanInfeasibleError:
-            with suppress(PlanInfeasibleError):
-                return self._searched(self._most_saved(list(self._anywhere())), others)
-            raise
+            return self._searched(self._first_fitting(self._sendings(self._tier)), [])
+        away = list(self._anywhere())
+        return self._searched(self._first_fitting([None, *away]), [*self._selected(), *away])
 
     def _searched(self, usual: Placed, others: Sequence[Sending]) -> Placed:
         """Return the fastest plan. Args: usual: The rule's plan. others: Other ways to treat activations."""
@@ -274,7 +267,7 @@ class Planner:
             return self._whole(found, candidate, sending)
         if steps is None:  # every clipped step would lose its early updates; only a measured run can weigh that
             return usual
-        left = self._limits if usual.sending is None else usual.sending.left(self._limits)
+        left = self._activations(usual.sending).left(self._limits)
         promised = dataclasses.replace(usual.bare, accumulation_steps=steps)
         return self._whole(with_early_updates(self._cut.spec, promised, left), None, usual.sending)
 
@@ -285,15 +278,19 @@ class Planner:
         keeps = usual.plan.plain or self._timed.keeps_what_fits
         return keeps and self._footprint.keep_bytes <= usual.plan.kept_bytes
 
-    def _most_saved(self, tries: Sequence[Sending]) -> Placed:
-        """Return the plan of the first sending for which there is room."""
-        error = PlanInfeasibleError("expected activations that can leave the device, but there are none", {}, {})
-        for sending in tries:
-            try:
-                return self._placed(sending)
-            except PlanInfeasibleError as caught:
-                error = caught
-        raise error
+    def _first_fitting(self, ways: Sequence[Sending | None]) -> Placed:
+        """Return the rule's plan with the first way for which there is room (None: activations stay)."""
+        spec, steps = self._cut.spec, self._options.accumulation_steps
+        for sending in ways:
+            activations = self._activations(sending)
+            bare = fitting(spec, self._limits, accumulation_steps=steps, activations=activations)
+            if bare is not None:
+                return self._whole(bare, None, sending)
+        raise refusal(spec, self._limits, list(map(self._activations, ways)))
+
+    def _activations(self, sending: Sending | None) -> Activations:
+        names = (unit.name for unit in self._cut.spec.units)
+        return Activations.of(names, self._footprint, self._device.activation_share, sending)
 
     def _anywhere(self) -> Iterator[Sending]:
         """Yield ways to host memory and disk. There are none from a device that uses host memory."""
@@ -314,24 +311,8 @@ class Planner:
             yield Sending("device", "select", self._footprint)
 
     def _sendings(self, tier: AwayTier) -> list[Sending]:
-        """Return ways to a tier, those that save most first; of two that save the same, the one without a selection."""
-        if self._footprint is None:
-            return []
-        policies = [p for p in POLICIES if p != "select" or self._options.compile is False]
-        found = [Sending(tier, policy, self._footprint) for policy in policies]
-        return [one for one, next_one in itertools.pairwise(found) if one.saved != next_one.saved] + found[-1:]
-
-    def _placed(self, sending: Sending | None) -> Placed:
-        """Return the rule's plan. Args: sending: What is saved where; None: activations stay, and are recomputed."""
-        left = self._limits if sending is None else sending.left(self._limits)
-        units = undecided((unit.name for unit in self._cut.spec.units), sending) if self._footprint else []
-        workspace, share = self._workspace_bytes(units), self._device.activation_share
-        room = {"activation_reserve_bytes": workspace} if workspace else {"activation_share": share}
-        try:
-            bare = place(self._cut.spec, left, accumulation_steps=self._options.accumulation_steps, **room)
-        except PlanInfeasibleError as error:
-            raise error if sending is None else sending.explained(error) from None
-        return self._whole(bare, None, sending)
+        footprint, may_select = self._footprint, self._options.compile is False
+        return [] if footprint is None else sendings(tier, footprint, may_select=may_select)
 
     def _whole(self, bare: Plan, candidate: Candidate | None, sending: Sending | None) -> Placed:
         """Add the activations that leave, and the room that is left to keep others."""

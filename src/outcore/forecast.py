@@ -131,7 +131,7 @@ class Forecast:
         other = usual
         if self._may_be_early and not usual.rests_on_device:
             promised = dataclasses.replace(usual, accumulation_steps=job.micro_batches)
-            other = with_early_updates(self.model, promised, job.within(job.ways[0]).limits)
+            other = with_early_updates(self.model, promised, job.within(job.ways[0]).left)
         found = search(job, self.simulated)
         if found.simulation.step_s >= (1 - WORTH) * found.looks.simulation(other, job.ways[0]).step_s:
             return other, None

@@ -61,3 +61,28 @@ def test_what_an_error_names_is_enough_on_an_accelerator(tmp_path: Path, monkeyp
         assert streamed.plan.tier_bytes["device"] <= need["device"] - int(0.3 * need["device"])
         model(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits.sum().backward()
         streamed.step()
+
+
+def test_what_an_error_names_is_the_least_of_all_ways_to_treat_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(CpuDevice, "activation_share", 0.3)  # an accelerator's values
+    monkeypatch.setattr(CpuDevice, "has_host_memory", False)
+    ids = torch.zeros(4, 256, dtype=torch.int64)
+    sample = {"input_ids": ids, "labels": ids}
+
+    def refused(**budget: int) -> outcore.PlanInfeasibleError:
+        with pytest.raises(outcore.PlanInfeasibleError) as caught:
+            plan_for(*build("meta"), sample=sample, budget=outcore.Budget(disk=tmp_path, **budget))
+        return caught.value
+
+    error = refused(device=1000, host=1000)
+    need = error.required_bytes
+    assert "activations of the units" in str(error)  # they leave the device
+    assert refused(device=need["device"], host=1000).raise_one_to["host"] == need["host"]
+    refused(device=need["device"] - 1, host=2**30)
+    budget = outcore.Budget(device=need["device"], host=need["host"], disk=tmp_path, disk_bytes=need["disk"])
+    with outcore.prepare(*build("cpu"), sample=sample, budget=budget) as (model, streamed):
+        assert {unit.activations for unit in streamed.plan.units[1:]} == {"disk"}
+        model(**sample).loss.backward()
+        streamed.step()

@@ -81,9 +81,7 @@ def settings() -> Iterator[Asked]:
 def _filled(job: Job) -> Plan:
     """A plan by the rule."""
     steps = job.micro_batches if job.is_promised else None
-    within = job.within(job.ways[0])
-    room = {"activation_reserve_bytes": within.activations.nbytes, "activation_share": within.activations.share}
-    return place(job.model, within.limits, accumulation_steps=steps, **room)
+    return place(job.model, job.limits, accumulation_steps=steps, activations=job.within(job.ways[0]).activations)
 
 
 def _all(kind: Kind) -> Callable[[Job], Plan]:

@@ -168,8 +168,7 @@ def compare(seed: int, *, most_units: int = 6, with_more: bool = False) -> Row |
         start_s = time.process_time()
         found = search(job)
         search_s = time.process_time() - start_s
-        within = job.within(None)
-        today = place(job.model, within.limits, activation_reserve_bytes=within.activations.nbytes)
+        today = place(job.model, job.limits, activations=job.within(None).activations)
     except PlanInfeasibleError:
         return None
     seconds = step_s(job, found.plan, found.candidate.saves)

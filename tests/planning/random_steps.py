@@ -8,11 +8,13 @@ python -m planning.random_steps 0 10000        (with tests/ on the path)
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import get_args
 
 from plans import share_updates
@@ -263,37 +265,45 @@ def reordered(tasks: Sequence[Task], ends: Sequence[int], chance: random.Random)
     return found, [place[i] for i in ends]
 
 
+def compared(seed: int, options: frozenset[str] = frozenset()) -> dict[str, list[float]]:
+    """Return seconds over the bound of one random step, by kind; empty if its bound is 0. Args: options: See above."""
+    chance = random.Random(seed)
+    step = random_step(chance, has_ranks="ranks" in options, kept_first=seed % 4 != 3)
+    bound = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
+    if not bound.seconds:
+        return {}
+    plain, *others = (seconds / bound.seconds for seconds in steps_s(step, chance, num_orders=1))
+    sends_away = any(u.saved_bytes for u in step.plan.units)
+    found, is_roomy = {"": plain}, step.is_roomy and not sends_away
+    if "bound" not in options and (is_roomy or "roomy" not in options):
+        ratio = chosen_s(step) / bound.seconds
+        if ratio < 1 - 1e-9:  # with so few steps a step may not have settled
+            print(f"seed {seed}: {ratio:.5f} of the bound in {STEPS} steps, order chosen", flush=True)
+            ratio = chosen_s(step, 6 * STEPS) / bound.seconds
+        found[", order chosen"] = ratio
+    ratios = {"reordered": others}
+    for how, ratio in found.items():
+        ratios[f"all{how}"] = [ratio] * (not how or "roomy" not in options)
+        ratios[f"roomy{how}"] = [ratio] * is_roomy
+        ratios[f"with activations away{how}"] = [ratio] * sends_away
+    if min([plain, *others]) < 1 - 1e-9:  # as above
+        again_s = steps_s(step, chance, num_orders=1, steps=6 * STEPS)
+        plain, *others = (seconds / bound.seconds for seconds in again_s)
+    if min([plain, *others]) < 1 - 1e-9:
+        print(f"seed {seed}: {plain:.5f}, {others} of the bound, {dict(bound.parts)}", flush=True)
+    return ratios
+
+
 def main() -> None:
-    kinds = ("all", "roomy", "with activations away")
-    names = ("reordered", *kinds, *(f"{kind}, order chosen" for kind in kinds))
-    ratios: dict[str, list[float]] = {name: [] for name in names}
-    for seed in range(*map(int, sys.argv[1:3])):
-        chance = random.Random(seed)
-        step = random_step(chance, has_ranks="ranks" in sys.argv, kept_first=seed % 4 != 3)
-        bound = bound_of(step.model, step.plan, step.rates, step.visits, step.circumstances)
-        if not bound.seconds:
-            continue
-        if seed % 250 == 249:
-            say(ratios)
-        plain, *others = (seconds / bound.seconds for seconds in steps_s(step, chance, num_orders=1))
-        sends_away = any(u.saved_bytes for u in step.plan.units)
-        found, is_roomy = {"": plain}, step.is_roomy and not sends_away
-        if "bound" not in sys.argv and (is_roomy or "roomy" not in sys.argv):
-            ratio = chosen_s(step) / bound.seconds
-            if ratio < 1 - 1e-9:  # as below
-                print(f"seed {seed}: {ratio:.5f} of the bound in {STEPS} steps, order chosen", flush=True)
-                ratio = chosen_s(step, 6 * STEPS) / bound.seconds
-            found[", order chosen"] = ratio
-        for how, ratio in found.items():
-            ratios[f"all{how}"] += [ratio] * (not how or "roomy" not in sys.argv)
-            ratios[f"roomy{how}"] += [ratio] * is_roomy
-            ratios[f"with activations away{how}"] += [ratio] * sends_away
-        ratios["reordered"] += others
-        if min([plain, *others]) < 1 - 1e-9:  # with so few steps a step may not have settled
-            again_s = steps_s(step, chance, num_orders=1, steps=6 * STEPS)
-            plain, *others = (seconds / bound.seconds for seconds in again_s)
-        if min([plain, *others]) < 1 - 1e-9:
-            print(f"seed {seed}: {plain:.5f}, {others} of the bound, {dict(bound.parts)}", flush=True)
+    first, end, *options = sys.argv[1:]
+    ratios: dict[str, list[float]] = {}
+    with multiprocessing.Pool() as pool:
+        found = pool.imap(partial(compared, options=frozenset(options)), range(int(first), int(end)))
+        for number, one in enumerate(found, 1):
+            for name, values in one.items():
+                ratios.setdefault(name, []).extend(values)
+            if number % 500 == 0:
+                say(ratios)
     say(ratios)
 
 

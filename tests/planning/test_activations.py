@@ -137,9 +137,7 @@ def test_what_an_error_names_is_enough(tmp_path: Path) -> None:
     model = make(MODELS["llama"])
     options = {"sample": sample_of(), "activations": "disk", "device": DEVICE}
     budget = outcore.Budget(device=2**16, host=2**16, disk=tmp_path, disk_bytes=2**20)
-    with pytest.raises(
-        PlanInfeasibleError, match="Activations that rest on disk take .* on device, .* on host"
-    ) as caught:
+    with pytest.raises(PlanInfeasibleError, match="slots for activations(.|\n)*activations of the units") as caught:
         outcore.prepare(model, adamw(model), budget=budget, **options)
     need = caught.value.required_bytes
     enough = outcore.Budget(device=need["device"], host=need["host"], disk=tmp_path, disk_bytes=need["disk"])

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planning.homes.placement import Room, least, place
-from outcore.planning.homes.sending import Away
+from outcore.planning.homes.placement import least, place
+from outcore.planning.homes.sending import Activations, Away, Room
 from outcore.planning.search.changes import best_changes, over_batch, over_device_memory, over_host_memory
 from outcore.planning.search.search import Found, estimate, search
 from outcore.planning.search.setting import Setting
@@ -103,26 +103,27 @@ def test_batches_until_they_do_not_fit(case):
 
 def test_activations_take_what_they_need():
     setting = setting_of(1.5, 2, 6)
-    job, larger = (replaced.job().within(None) for replaced in (setting, dataclasses.replace(setting, batch_size=64)))
-    assert job.activations.nbytes == pytest.approx(1.03 * (2 * MIB / 2 + 4 * MIB), abs=4096)
-    assert larger.activations.nbytes == pytest.approx(16 * job.activations.nbytes, abs=17 * 4096)
-    assert job.activations.share == larger.activations.share == 0
+    jobs = (replaced.job() for replaced in (setting, dataclasses.replace(setting, batch_size=64)))
+    small, large = (job.within(None).activations.room for job in jobs)
+    assert small.nbytes == pytest.approx(1.03 * (2 * MIB / 2 + 4 * MIB), abs=4096)
+    assert large.nbytes == pytest.approx(16 * small.nbytes, abs=17 * 4096)
+    assert small.share == large.share == 0
     on_cpu = dataclasses.replace(setting, activation_share=0.0).job()
-    assert on_cpu.within(None).activations == (0, 0.0)
+    assert on_cpu.within(None).activations.room == (0, 0.0)
 
 
 def test_of_a_model_that_cannot_be_followed_a_share_is_left():
     setting = setting_of(1.5, 2, 6)
     work = setting.profile.work
     job = dataclasses.replace(setting, profile_of=lambda _: Profile(work, None)).job()
-    assert (job.within(None).activations, job.saved) == ((0, 0.3), {})
+    assert (job.within(None).activations.room, job.saved) == ((0, 0.3), {})
 
 
 def test_activations_that_leave_leave_less_of_the_host():
     setting, away = setting_of(1.5, 2, 6), Away("host", "keep")
     job = dataclasses.replace(setting, ways=(away,)).job()
-    assert job.within(away).limits.host_bytes == setting.limits.host_bytes - LAYERS * 4 * MIB
-    assert job.within(away).limits.device_bytes == setting.limits.device_bytes - 4 * MIB  # a slot
+    assert job.within(away).left.host_bytes == setting.limits.host_bytes - LAYERS * 4 * MIB
+    assert job.within(away).left.device_bytes == setting.limits.device_bytes - 4 * MIB  # a slot
     found = search(job)
     assert found.candidate.saves == away
     assert found.simulation.timeline.moved_bytes()["d2h"] > 0
@@ -131,10 +132,10 @@ def test_activations_that_leave_leave_less_of_the_host():
 def test_a_part_of_the_units_may_save_more_where_they_are():
     setting, third = setting_of(1.5, 2, 6), Away("device", "select", 1 / LAYERS)
     job = dataclasses.replace(setting, ways=(third,)).job()
-    assert job.within(third).limits == setting.limits
+    assert job.within(third).left == setting.limits
     more = 2 * MIB - MIB / 2  # one unit keeps products instead of its arguments alone
-    assert job.within(third).activations.nbytes == pytest.approx(
-        job.within(None).activations.nbytes + 1.03 * more, rel=0.05
+    assert job.within(third).activations.room.nbytes == pytest.approx(
+        job.within(None).activations.room.nbytes + 1.03 * more, rel=0.05
     )
     units = third.of(setting.profile.footprint).applied(search(job).plan).units
     assert Counter((unit.policy, unit.activations) for unit in units[1:]) == {
@@ -160,12 +161,13 @@ def test_nothing_fits():
 @pytest.mark.parametrize("room", [Room(0, 0.0), Room(MIB, 0.3)])
 def test_the_least_would_do_and_a_byte_less_would_not(room: Room):
     setting = setting_of(1.5, 2, 6)
-    found = least(setting.model, setting.limits, room)
+    activations = Activations(room)
+    found = least(setting.model, setting.limits, [activations])
 
     def fits(**limits: int) -> bool:
         try:
             other = dataclasses.replace(setting.limits, **limits)
-            place(setting.model, other, activation_reserve_bytes=room.nbytes, activation_share=room.share)
+            place(setting.model, other, activations=activations)
         except PlanInfeasibleError:
             return False
         return True

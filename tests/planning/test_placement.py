@@ -13,14 +13,15 @@ from outcore.core.quantities import PAGE_BYTES
 from outcore.optim.joined import as_one
 from outcore.optim.rules import rule_for
 from outcore.planning.homes.check import check_plan
-from outcore.planning.homes.placement import Room, least, place
+from outcore.planning.homes.placement import STAYING, fitting, least, place, refusal
 from outcore.planning.homes.reservations import reservations, tier_bytes
+from outcore.planning.homes.sending import Activations, Room, sendings
 from outcore.planning.search.candidates import ALL_DISK, ALL_HOST, Choice
 from outcore.planning.units.partition import partition
 from outcore.spec.budget import Limits
 from outcore.spec.plan import TIERS, Plan
 
-from .models import layered, model_specs
+from .models import even_footprint, layered, model_specs
 
 MIB = 2**20
 PLENTY = 10**12
@@ -52,7 +53,7 @@ def as_limits(required: dict[str, int]) -> Limits:
 @settings(deadline=None, max_examples=150)
 @given(model=model_specs(), given_limits=limits(), accumulation_steps=steps, reserve=reserves)
 def test_keeps_to_the_limits_or_says_what_would_do(model, given_limits, accumulation_steps, reserve):
-    options = {"accumulation_steps": accumulation_steps, "activation_reserve_bytes": reserve}
+    options = {"accumulation_steps": accumulation_steps, "activations": Activations(Room(reserve))}
     try:
         plan = place(model, given_limits, **options)
     except PlanInfeasibleError as error:
@@ -70,7 +71,7 @@ def test_keeps_to_the_limits_or_says_what_would_do(model, given_limits, accumula
 @settings(deadline=None, max_examples=100)
 @given(model=model_specs(), given_limits=limits(), share=st.sampled_from([0.1, 0.3, 0.7]), reserve=reserves)
 def test_required_bytes_leave_the_share_of_activations_again(model, given_limits, share, reserve):
-    options = {"activation_share": share, "activation_reserve_bytes": reserve}
+    options = {"activations": Activations(Room(reserve, share))}
     try:
         plan = place(model, given_limits, **options)
     except PlanInfeasibleError as error:
@@ -86,8 +87,9 @@ def test_required_bytes_leave_the_share_of_activations_again(model, given_limits
 @settings(deadline=None, max_examples=100)
 @given(model=model_specs(), given_limits=limits(), share=st.sampled_from([0.0, 0.3]))
 def test_one_tier_raised_to_what_the_error_says_is_enough_and_one_byte_less_is_not(model, given_limits, share):
+    activations = Activations(Room(share=share))
     try:
-        place(model, given_limits, activation_share=share)
+        place(model, given_limits, activations=activations)
     except PlanInfeasibleError as error:
         raised = error.raise_one_to
     else:
@@ -98,10 +100,10 @@ def test_one_tier_raised_to_what_the_error_says_is_enough_and_one_byte_less_is_n
             continue
         with pytest.raises(PlanInfeasibleError):
             less = raised.get(tier, PLENTY) - 1
-            place(model, dataclasses.replace(given_limits, **{f"{tier}_bytes": less}), activation_share=share)
+            place(model, dataclasses.replace(given_limits, **{f"{tier}_bytes": less}), activations=activations)
         if tier in raised:
             more = dataclasses.replace(given_limits, **{f"{tier}_bytes": raised[tier]})
-            place(model, more, activation_share=share)
+            place(model, more, activations=activations)
 
 
 def test_the_disk_that_is_named_is_for_the_device_and_host_that_were_given():
@@ -126,7 +128,7 @@ def test_the_least_suffices_among_ranks_and_a_page_less_does_not(model, given_li
         required, raised = as_limits(error.required_bytes), error.raise_one_to
     else:
         assert all(bytes_of(model, plan)[t] <= budget_of(given_limits)[t] for t in TIERS)
-        found = least(model, given_limits, Room(0, 0.0))
+        found = least(model, given_limits, [STAYING])
         required, raised = as_limits(found.at_all), found.with_others
     place(model, required)
     for tier, nbytes in raised.items():
@@ -137,10 +139,51 @@ def test_the_least_suffices_among_ranks_and_a_page_less_does_not(model, given_li
                 place(model, dataclasses.replace(limits_, **{f"{tier}_bytes": sizes_[tier] - PAGE_BYTES}))
 
 
+@settings(deadline=None, max_examples=150)
+@given(
+    model=st.builds(layered, st.integers(1, 9), layer=st.sampled_from([MIB // 8, MIB])),
+    given_limits=limits(),
+    saved=st.lists(st.integers(0, 12).map(lambda n: n * MIB // 4), min_size=3, max_size=3),
+)
+def test_what_is_named_suffices_with_one_way_to_treat_activations_and_a_byte_less_with_none(model, given_limits, saved):
+    names = [unit.name for unit in model.units]
+    given, selected, kept = sorted(saved)
+    footprint = even_footprint(names[1:], given=given, selected=selected, kept=kept)
+    sent = [None, *sendings("host", footprint), *sendings("disk", footprint)]
+    ways = [Activations.of(names, footprint, 0.1, sending) for sending in sent]
+
+    def plan_within(limits: Limits) -> Plan | None:
+        """The first way's plan, with the activations that leave."""
+        for way in ways:
+            if (plan := fitting(model, limits, activations=way)) is not None:
+                return plan if way.sending is None else way.sending.applied(plan)
+        return None
+
+    def fits(**nbytes: int) -> bool:
+        limits = as_limits(budget_of(given_limits) | nbytes)
+        plan = plan_within(limits)
+        if plan is not None:
+            check_plan(model, plan, limits)
+        return plan is not None
+
+    if fits():
+        return
+    error = refusal(model, given_limits, ways)
+    assert fits(**error.required_bytes)
+    assert not fits(**error.required_bytes | {"device": error.required_bytes["device"] - 1})
+    for tier, most in given_limits.by_tier.items():
+        named = error.raise_one_to.get(tier, PLENTY)
+        assert fits(**{tier: named}) == (tier in error.raise_one_to) or (not most and tier != "device")
+        assert not fits(**{tier: named - 1}) or (not most and tier != "device")
+    if error.required_bytes["host"]:
+        little = as_limits(error.required_bytes | {"host": 1})
+        assert refusal(model, little, ways).raise_one_to["host"] == error.required_bytes["host"]
+
+
 def test_the_least_disk_is_nothing_where_host_memory_has_room():
     """Other plans that fit take something of the disk."""
     limits = Limits(device_bytes=40 * MIB, host_bytes=PLENTY, disk_bytes=PLENTY)
-    assert least(layered(4), limits, Room(0, 0.0)).with_others["disk"] == 0
+    assert least(layered(4), limits, [STAYING]).with_others["disk"] == 0
 
 
 @settings(deadline=None, max_examples=100)
@@ -262,7 +305,7 @@ def test_activation_reserve_counts_against_the_device():
     model = layered(4)
     whole = place(model, Limits(device_bytes=PLENTY, host_bytes=PLENTY, disk_bytes=None)).tier_bytes["device"]
     tight = Limits(device_bytes=whole, host_bytes=PLENTY, disk_bytes=None)
-    assert place(model, tight, activation_reserve_bytes=MIB).tier_bytes["device"] <= whole - MIB
+    assert place(model, tight, activations=Activations(Room(MIB))).tier_bytes["device"] <= whole - MIB
 
 
 def test_policy_is_that_of_all_units_but_the_root():
@@ -275,7 +318,7 @@ def test_policy_is_that_of_all_units_but_the_root():
 def test_message_names_need_budget_and_consumers():
     limits = Limits(device_bytes=MIB, host_bytes=3 * MIB, disk_bytes=30 * MIB)
     with pytest.raises(PlanInfeasibleError) as caught:
-        place(layered(4), limits, activation_reserve_bytes=MIB)
+        place(layered(4), limits, activations=Activations(Room(MIB)))
     required = caught.value.required_bytes
     assert str(caught.value) == (
         "expected a plan within the budget, but no placement fits; the least that would do is:\n"

@@ -74,6 +74,9 @@ JOBS = {
     "two micro-batches": lambda: job_of(2, 1, 9, micro_batches=2),
     "updates inside backward": lambda: job_of(3, 1, 12, is_promised=True, clipping=False),
     "activations": lambda: job_of(2, 2, 9, activation_share=0.3, footprint=FOOTPRINT, ways=WAYS),
+    "no host for activations": lambda: job_of(
+        2, 3.0, 0.02, activation_share=0.3, footprint=FOOTPRINT, ways=(None, Away("host", "select"))
+    ),
 }
 
 
@@ -96,6 +99,8 @@ def test_keeps_to_the_limits(case):
     assert taken["device"] <= within.room["device"] <= limits.device_bytes
     assert taken["host"] <= within.room["host"] <= limits.host_bytes
     assert taken["disk"] <= within.room["disk"]
+    with_activations = tier_bytes(job.model, job.as_run(found.plan, found.candidate.saves))
+    assert all(with_activations[tier] <= most for tier, most in limits.by_tier.items())
     check_plan(job.model, found.plan, limits)
     assert not any(unit.early for unit in found.plan.units) or job.is_promised
 
@@ -106,7 +111,7 @@ def test_is_never_slower_than_todays_rule_and_says_why_others_lost(case):
         job.model,
         job.limits,
         accumulation_steps=job.micro_batches if job.is_promised else None,
-        activation_reserve_bytes=job.within(None).activations.nbytes,
+        activations=job.within(None).activations,
     )
     assert found.simulation.step_s <= step_s(job, today) * (1 + 1e-9)
     assert found.simulation.step_s >= found.bound.seconds * (1 - 1e-9)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
+from outcore.spec.plan import Tier
 
 PathLike = str | os.PathLike[str]
 
@@ -69,6 +70,11 @@ class Limits:
     host_bytes: int
     disk_bytes: int | None
     """None: no disk tier."""
+
+    @property
+    def by_tier(self) -> dict[Tier, int]:
+        """Tier -> the most bytes there; 0 for a tier that is not allowed."""
+        return {"device": self.device_bytes, "host": self.host_bytes, "disk": self.disk_bytes or 0}
 
 
 def _size(value: int | str | None, what: str) -> int | None:

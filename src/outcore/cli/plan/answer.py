@@ -33,7 +33,7 @@ from outcore.planning.forward.footprint import as_run
 from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.placement import Least, least
 from outcore.planning.homes.pools import LEAST, pools_for
-from outcore.planning.homes.sending import Sending
+from outcore.planning.homes.sending import Sending, sendings
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.changes import Change, best_changes
 from outcore.planning.search.search import Found, explain
@@ -48,7 +48,7 @@ from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.lanes import RANK_LANES
 from outcore.spec.model import ModelSpec, Precision, Sharing
-from outcore.spec.plan import TIERS, Plan, Tier
+from outcore.spec.plan import TIERS, AwayTier, Plan, Tier
 from outcore.spec.timeline import WRITES_TO_DISK
 from outcore.together import among, fastest, of_a_node, sharings_over_links
 
@@ -175,11 +175,11 @@ class Answer:
         job, ranks = self.setting.job(), self.setting.ranks
         sharings = [self.spec.sharing] if ranks.size == 1 else _sharings(ranks)
         models = [dataclasses.replace(self.spec, sharing=sharing) for sharing in sharings]
-        found: list[Least] = []
-        for within in map(job.within, job.ways):
-            each = [least(model, within.limits, within.activations) for model in models]
-            found += each if within.sending is None else [one.beside(within.sending.taken) for one in each]
-        return Least.of_any(found)
+        sent: list[Sending] = []
+        if job.footprint is not None and job.activation_share:  # the device has memory of its own
+            sent = [sending for tier in get_args(AwayTier) for sending in sendings(tier, job.footprint)]
+        ways = [job.within(way).activations for way in dict.fromkeys([*job.ways, *(each.away for each in sent)])]
+        return Least.of_any([least(model, job.limits, ways) for model in models])
 
     @property
     def activation_bytes(self) -> int:

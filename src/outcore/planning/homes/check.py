@@ -17,7 +17,7 @@ from outcore.planning.homes.table import infeasible_table
 from outcore.spec.budget import Limits
 from outcore.spec.layout import has_master
 from outcore.spec.model import ModelSpec
-from outcore.spec.plan import TIERS, Plan
+from outcore.spec.plan import Plan
 
 
 def check_plan(
@@ -122,8 +122,7 @@ def _check_pools(model: ModelSpec, plan: Plan) -> None:
 def _check_limits(model: ModelSpec, plan: Plan, limits: Limits, activation_reserve_bytes: int) -> None:
     need = tier_bytes(model, plan)
     need["device"] += activation_reserve_bytes
-    budget = {"device": limits.device_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes or 0}
-    if any(need[tier] > budget[tier] for tier in TIERS):
+    if any(need[tier] > most for tier, most in limits.by_tier.items()):
         raise PlanInfeasibleError(infeasible_table(model, plan, limits, need, given=True), dict(need.items()))
 
 

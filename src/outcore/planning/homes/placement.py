@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
@@ -35,12 +35,16 @@ from outcore.planning.homes.pools import (
     pools_for,
 )
 from outcore.planning.homes.reservations import tier_bytes
+from outcore.planning.homes.sending import Activations, Room
 from outcore.planning.homes.table import infeasible_table
 from outcore.spec.budget import Limits
 from outcore.spec.cut import is_resident, shared
 from outcore.spec.layout import lay_out_states
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
+
+STAYING = Activations(Room())
+"""Activations that take nothing of the limits."""
 
 
 def place(
@@ -49,36 +53,70 @@ def place(
     *,
     accumulation_steps: int | None = None,
     policy: Policy = "recompute",
-    activation_reserve_bytes: int = 0,
-    activation_share: float = 0.0,
+    activations: Activations = STAYING,
 ) -> Plan:
     """Decide where every byte lives.
 
     Args:
         model: The model, its root unit first.
-        limits: The most that the plan may take on each tier.
+        limits: The most that may be taken on each tier, activations included.
         accumulation_steps: Micro-batches per step if promised, else None.
         policy: Policy of all units but the root, whose activations autograd keeps.
-        activation_reserve_bytes: Device bytes to leave for activations and workspace.
-        activation_share: The fraction of the device's limit to leave for them besides.
+        activations: What they take of the limits. The plan is without those that leave the device.
 
     Raises:
-        PlanInfeasibleError: Nothing fits. ``required_bytes`` is the least device, then the least host, then the least
-            disk that would do; ``raise_one_to`` says how much of one tier would do with the others as they are. A host
-            or disk of 0 bytes counts as not allowed.
+        PlanInfeasibleError: Nothing fits: see ``refusal``.
 
     Cost: 0.2 s for 128 equal units, seconds if all differ; integers only.
     """
-    room = Room(activation_reserve_bytes, activation_share)
-    search = _Search(model, limits, accumulation_steps, room)
-    if search.best([LEAST]) is None:
-        raise _infeasible(search, policy)
+    plan = fitting(model, limits, accumulation_steps=accumulation_steps, policy=policy, activations=activations)
+    if plan is None:
+        raise refusal(model, limits, [activations], policy)
+    return plan
+
+
+def fitting(
+    model: ModelSpec,
+    limits: Limits,
+    *,
+    accumulation_steps: int | None = None,
+    policy: Policy = "recompute",
+    activations: Activations = STAYING,
+) -> Plan | None:
+    """Return the plan of ``place``, or None if nothing fits."""
+    search = _Search(model, activations.left(limits), accumulation_steps, activations.room)
+    if activations.exceeds(limits) or search.best([LEAST]) is None:
+        return None
     for depth, buckets in DEVICE_COMFORTS:
         comforts = [Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=n) for n in HOST_COMFORTS]
         best = search.best(comforts)
         if best is not None:
             return search.plan(*best, policy)
     raise AssertionError("a plan with the fewest slots fits, but none was found")
+
+
+def refusal(
+    model: ModelSpec, limits: Limits, several: Sequence[Activations], policy: Policy = "recompute"
+) -> PlanInfeasibleError:
+    """Say what would do where nothing fits.
+
+    Args:
+        model: The model, its root unit first.
+        limits: The limits as they are. A host or disk of 0 bytes counts as not allowed.
+        several: The ways to treat activations of which one may be taken.
+        policy: As in ``place``.
+
+    Returns:
+        The error. ``required_bytes`` is the least device, then the least host, then the least disk that would do;
+        ``raise_one_to`` says how much of one tier would do with the others as they are.
+    """
+    found = least(model, limits, several)
+    way = found.activations
+    search = _Search(model, way.left(limits), None, way.room)
+    plan = search.plan(search.least(), LEAST, policy)
+    plan = plan if way.sending is None else way.sending.applied(plan)
+    message = infeasible_table(model, plan, limits, found.at_all, raise_one_to=found.with_others)
+    return PlanInfeasibleError(message, dict(found.at_all.items()), dict(found.with_others.items()))
 
 
 class Least(NamedTuple):
@@ -88,48 +126,30 @@ class Least(NamedTuple):
     """The least device bytes, then the least host bytes with that device, then the disk bytes that go with both."""
     with_others: dict[Tier, int]
     """The least bytes of one tier, with the other limits as they are; a tier that alone does not help is missing."""
+    activations: Activations
+    """The way to treat activations of ``at_all``."""
 
     @classmethod
     def of_any(cls, several: Sequence[Least]) -> Least:
         """Return the least limits of which one of several is told."""
-        at_all = min((each.at_all for each in several), key=lambda nbytes: list(nbytes.values()))
+        first = min(several, key=lambda each: list(each.at_all.values()))
         named = [pair for each in several for pair in each.with_others.items()]
-        return cls(at_all, {tier: min(n for t, n in named if t == tier) for tier in dict(named)})
-
-    def beside(self, taken: Mapping[Tier, int]) -> Least:
-        """Return the limits needed if this much else is taken of each tier."""
-        return Least(*({tier: nbytes + taken[tier] for tier, nbytes in part.items()} for part in self))
+        return first._replace(with_others={tier: min(n for t, n in named if t == tier) for tier in dict(named)})
 
 
-def least(model: ModelSpec, limits: Limits, room: Room) -> Least:
-    """Return the least limits that would do.
-
-    Args:
-        model: The model, its root unit first.
-        limits: The limits as they are. A host or disk of 0 bytes counts as not allowed.
-        room: Device memory that is left to activations.
-    """
-    search = _Search(model, limits, None, room)
-    return Least(search.bytes(search.least(), LEAST)._asdict(), search.raise_one_to())  # type: ignore[arg-type]
+def least(model: ModelSpec, limits: Limits, several: Sequence[Activations]) -> Least:
+    """Return the least limits that would do. Args: as for ``refusal``."""
+    allowed = {tier for tier, most in limits.by_tier.items() if most} | {"device"}
+    usable = [way for way in several if all(tier in allowed for tier, nbytes in way.away.items() if nbytes)]
+    return Least.of_any([_least(model, limits, way) for way in usable or several])
 
 
-class Room(NamedTuple):
-    """Device memory that is left to activations and workspace: a number of bytes, and a share of the device's limit."""
-
-    nbytes: int
-    share: float
-
-    def beside(self, device_bytes: int) -> int:
-        """Return the bytes that a device with this limit has for the plan."""
-        return device_bytes - self.nbytes - int(self.share * device_bytes)
-
-    def limit_for(self, plan_bytes: int) -> int:
-        """Return the least limit that leaves so much for the plan."""
-        if not self.share:
-            return plan_bytes + self.nbytes
-        near = int((plan_bytes + self.nbytes) / (1 - self.share))
-        off = int(1 / (1 - self.share)) + 1  # rounding moves the limit by this at most
-        return bisect.bisect_left(range(near + off), plan_bytes, lo=max(near - off, 0), key=self.beside)
+def _least(model: ModelSpec, limits: Limits, way: Activations) -> Least:
+    search, full = _Search(model, way.left(limits), None, way.room), way.exceeds(limits)
+    at_all: dict[Tier, int] = search.bytes(search.least(), LEAST)._asdict()  # type: ignore[assignment]
+    with_others = {tier: nbytes for tier, nbytes in search.raise_one_to().items() if full <= {tier}}
+    total, alone = ({tier: n + way.away[tier] for tier, n in part.items()} for part in (at_all, with_others))
+    return Least(total, alone, way)
 
 
 class Waterline(NamedTuple):
@@ -386,13 +406,3 @@ def shape_of(unit: UnitSpec, model: ModelSpec) -> Hashable:
     compact = [param.numel for param in unit.trainable if param.master_format == "compact"]
     rules = frozenset((param.temporary_bytes, param.is_whole, param.draws_noise) for param in unit.trainable)
     return *nbytes, *(state.nbytes for state in states), *compact, rules, not unit.name
-
-
-def _infeasible(search: _Search, policy: Policy) -> PlanInfeasibleError:
-    line = search.least()
-    least = search.bytes(line, LEAST)
-    required: dict[Tier, int] = {"device": least.device, "host": least.host, "disk": least.disk}
-    plan = search.plan(line, LEAST, policy)
-    raise_one_to = search.raise_one_to()
-    message = infeasible_table(search.model, plan, search.limits, required, raise_one_to=raise_one_to)
-    return PlanInfeasibleError(message, dict(required.items()), dict(raise_one_to.items()))

@@ -1,18 +1,19 @@
-"""Plans whose units save more than a plan that recomputes everything, or save it elsewhere than on the device."""
+"""What activations take: on the device, or as units save them elsewhere, and what is left to everything else."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from outcore.core.errors import PlanInfeasibleError
-from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.planning.forward.footprint import STAY, Footprint
 from outcore.planning.homes.share import spread
 from outcore.spec.budget import Limits
-from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
+from outcore.spec.plan import POLICIES, AwayTier, Plan, Policy, Pool, Tier, UnitPlan
 
 WORKSPACE_SHARE = 1.03
 """Factor on the bytes that shapes tell: kernels take workspaces of their own."""
@@ -88,24 +89,6 @@ class Sending:
             total[pool.tier] += pool.total_bytes
         return total
 
-    def left(self, limits: Limits) -> Limits:
-        """Return what is left of limits for everything else."""
-        taken, disk = self.taken, limits.disk_bytes
-        return Limits(
-            device_bytes=max(0, limits.device_bytes - taken["device"]),
-            host_bytes=max(0, limits.host_bytes - taken["host"]),
-            disk_bytes=None if disk is None else max(0, disk - taken["disk"]),
-        )
-
-    def explained(self, error: PlanInfeasibleError) -> PlanInfeasibleError:
-        """Return the error of a plan for the rest of the limits, with what activations take added to its numbers."""
-        taken = self.taken
-        said = ", ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in taken.items() if nbytes)
-        required = {tier: nbytes + taken[tier] for tier, nbytes in error.required_bytes.items()}  # type: ignore[index]
-        raised = {tier: nbytes + taken[tier] for tier, nbytes in error.raise_one_to.items()}  # type: ignore[index]
-        text = f"{error}\nActivations that rest on {self.tier} take {said} besides, which the numbers above leave out."
-        return PlanInfeasibleError(text, required, raised)
-
     def applied(self, plan: Plan) -> Plan:
         """Return the plan with these activations. Args: plan: A plan that was made for what was left."""
         units, pools = tuple(map(self.unit, plan.units)), (*plan.pools, *self._pools())
@@ -134,3 +117,74 @@ class Sending:
         for tier, count in counts if slot_bytes else ():
             num_slots = max(1, min(count, calls - STAY))  # the last ones never leave
             yield Pool(tier=tier, kind="activations", slot_bytes=slot_bytes, num_slots=num_slots)
+
+
+def sendings(tier: AwayTier, footprint: Footprint, *, may_select: bool = True) -> list[Sending]:
+    """Return ways to a tier, those that save most first; of two that save the same, the one without a selection.
+
+    Args:
+        tier: Where all activations are to rest.
+        footprint: The footprint of the largest micro-batch.
+        may_select: Whether units may save results that are dear to compute.
+    """
+    found = [Sending(tier, policy, footprint) for policy in POLICIES if policy != "select" or may_select]
+    return [one for one, next_one in itertools.pairwise(found) if one.saved != next_one.saved] + found[-1:]
+
+
+class Room(NamedTuple):
+    """Device memory that is left to activations and workspace: a number of bytes, and a share of the device's limit."""
+
+    nbytes: int = 0
+    share: float = 0.0
+
+    def beside(self, device_bytes: int) -> int:
+        """Return the bytes that a device with this limit has for the plan."""
+        return device_bytes - self.nbytes - int(self.share * device_bytes)
+
+    def limit_for(self, plan_bytes: int) -> int:
+        """Return the least limit that leaves so much for the plan."""
+        if not self.share:
+            return plan_bytes + self.nbytes
+        near = int((plan_bytes + self.nbytes) / (1 - self.share))
+        off = int(1 / (1 - self.share)) + 1  # rounding moves the limit by this at most
+        return bisect.bisect_left(range(near + off), plan_bytes, lo=max(near - off, 0), key=self.beside)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What activations take of the limits, with one way to treat them."""
+
+    room: Room
+    sending: Sending | None = None
+    """None: they stay on the device."""
+
+    @classmethod
+    def of(
+        cls, names: Iterable[str], footprint: Footprint | None, share: float, sending: Sending | None = None
+    ) -> Activations:
+        """Return what activations take.
+
+        Args:
+            names: Names of all units, the root first.
+            footprint: The footprint of the largest micro-batch; None if it is not known.
+            share: The fraction of the device to leave to activations of unknown size; 0 if its budget does not include
+                activations.
+            sending: As above.
+        """
+        known = workspace_bytes(footprint, undecided(names, sending)) if footprint is not None and share else 0
+        return cls(Room(known, 0.0 if known else share), sending)
+
+    @cached_property
+    def away(self) -> Mapping[Tier, int]:
+        """Tier -> bytes that activations take there that leave the device: homes, and slots on the way."""
+        return {"device": 0, "host": 0, "disk": 0} if self.sending is None else self.sending.taken
+
+    def exceeds(self, limits: Limits) -> set[Tier]:
+        """Return the tiers on which activations that leave the device alone take more than there is."""
+        return {tier for tier, most in limits.by_tier.items() if self.away[tier] > most}
+
+    def left(self, limits: Limits) -> Limits:
+        """Return what is left of limits for everything else. A tier that may be used stays one, if only for a byte."""
+        left = {t: max(most - self.away[t], min(most, 1)) for t, most in limits.by_tier.items()}
+        disk_bytes = None if limits.disk_bytes is None else left["disk"]
+        return Limits(device_bytes=left["device"], host_bytes=left["host"], disk_bytes=disk_bytes)

@@ -12,6 +12,9 @@ from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, Tier, UnitPlan
 
+_MOST_SAID = 3
+"""Consumers of a tier that a refusal names, besides activations: these grow with the batch."""
+
 
 def plan_table(model: ModelSpec, plan: Plan, limits: Limits | None = None) -> str:
     """Write down which unit or pool owns how many bytes on each tier.
@@ -48,7 +51,7 @@ def infeasible_table(
     raise_one_to: Mapping[Tier, int] = MappingProxyType({}),
     given: bool = False,
 ) -> str:
-    """Say why nothing fits: need against budget per tier, and the largest consumers.
+    """Say why nothing fits: need against budget per tier, the largest consumers, and activations.
 
     Args:
         model: Units in the plan's order.
@@ -68,8 +71,9 @@ def infeasible_table(
         against = "no budget" if budget is None else f"budget {format_bytes(budget)}"
         rows.append((tier, f"{against}: {verdict}", format_bytes(need)))
         items = [r for r in reservations(model, plan) if r.tier == tier]
-        consumers = sorted(_sums(items, plan).items(), key=lambda item: -item[1])[:3]
-        rows += [(f"  {label}", "", format_bytes(nbytes)) for label, nbytes in consumers]
+        consumers = sorted(_sums(items, plan).items(), key=lambda item: -item[1])
+        said = [item for i, item in enumerate(consumers) if i < _MOST_SAID or "activations" in item[0]]
+        rows += [(f"  {label}", "", format_bytes(nbytes)) for label, nbytes in said]
         reserve = need - sum(r.nbytes for r in items)
         if reserve:
             rows.append(("  activations (reserved)", "", format_bytes(reserve)))

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from outcore.planning.forward.footprint import Footprint, Saved, as_run
 from outcore.planning.homes.check import can_be_plain
-from outcore.planning.homes.placement import Room
-from outcore.planning.homes.sending import Away, Sending, undecided, workspace_bytes
+from outcore.planning.homes.sending import Activations, Away
 from outcore.planning.timing.rates import Rates
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
@@ -20,17 +19,20 @@ from outcore.spec.plan import Plan, Policy, Tier
 class Within(NamedTuple):
     """What one way with activations leaves to everything else."""
 
-    sending: Sending | None
     limits: Limits
-    """The job's limits without what ``sending`` takes."""
-    activations: Room
-    """The part of the device's limit that is left to activations and workspace."""
+    """The job's limits."""
+    activations: Activations
+
+    @property
+    def left(self) -> Limits:
+        """The limits without what activations take that leave the device."""
+        return self.activations.left(self.limits)
 
     @property
     def room(self) -> dict[Tier, int]:
-        """Bytes for everything else."""
-        device, host, disk = self.limits.device_bytes, self.limits.host_bytes, self.limits.disk_bytes or 0
-        return {"device": self.activations.beside(device), "host": host, "disk": disk}
+        """Bytes for everything else. Below 0: activations that leave the device alone take more than there is."""
+        left = {tier: most - self.activations.away[tier] for tier, most in self.limits.by_tier.items()}
+        return left | {"device": self.activations.room.beside(left["device"])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +74,16 @@ class Job:
         return self._known[away]
 
     def _left(self, away: Away | None) -> Within:
-        footprint, workspace = self.footprint, 0
+        footprint, names = self.footprint, (unit.name for unit in self.model.units)
         sending = None if away is None or footprint is None else away.of(footprint)
-        if footprint is not None and self.activation_share:
-            workspace = workspace_bytes(footprint, undecided((unit.name for unit in self.model.units), sending))
-        limits = self.limits if sending is None else sending.left(self.limits)
-        return Within(sending, limits, Room(workspace, 0.0 if workspace else self.activation_share))
+        return Within(self.limits, Activations.of(names, footprint, self.activation_share, sending))
 
     def as_run(self, plan: Plan, away: Away | None) -> Plan:
         """Add the activations that leave, and those that there is room to keep. Args: plan: A plan without either."""
         within, saved = self.within(away), self.saved
-        run = plan if within.sending is None else within.sending.applied(plan)
-        left = within.limits.device_bytes - within.activations.nbytes - plan.tier_bytes["device"]
+        sending, room = within.activations.sending, within.activations.room
+        run = plan if sending is None else sending.applied(plan)
+        left = self.limits.device_bytes - within.activations.away["device"] - room.nbytes - plan.tier_bytes["device"]
         if self.may_be_plain and can_be_plain(self.model, run):
             saved = {} if self.footprint is None else self.footprint.saved
             # Slots for what moves or changes its form are left out: see ``with_room``.

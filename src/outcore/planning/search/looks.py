@@ -70,14 +70,13 @@ class Looks:
     @functools.cached_property
     def today(self) -> Plan:
         """The plan of the rule (``homes.placement``), beside the first way with activations."""
-        job, within = self._job, self._job.within(self._job.ways[0])
+        job = self._job
         return place(
             job.model,
-            within.limits,
+            job.limits,
             accumulation_steps=job.micro_batches if job.is_promised else None,
             policy=job.policy,
-            activation_reserve_bytes=within.activations.nbytes,
-            activation_share=within.activations.share,
+            activations=job.within(job.ways[0]).activations,
         )
 
     @property
