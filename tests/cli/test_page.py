@@ -135,6 +135,7 @@ def test_the_data_is_the_answer(answered: Answer, facts: dict[str, Any], text: s
         assert [point["step_s"] for point in today] == [found.simulation.step_s]
     assert len(data["changes"]) <= 3
     assert len(data["sources"]) > 10
+    assert all(value or source for *_, value, source in data["sources"])  # what is not known is left out
 
 
 def test_the_command_writes_it(command: Run, config_json: Path, tmp_path: Path):

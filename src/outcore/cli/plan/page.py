@@ -107,7 +107,7 @@ def facts_of(answer: Answer) -> dict[str, Any]:
             for change in answer.changes
         ],
         "runners_up": [dataclasses.asdict(other) for other in answer.found.runners_up],
-        "least": answer.least._asdict(),
+        "least": {"at_all": answer.least.at_all, "with_others": answer.least.with_others},
         "sources": list(_sources(answer)),
     }
 
@@ -300,6 +300,6 @@ def _sources(answer: Answer) -> Iterator[tuple[str, str, float, str]]:
 
 def _figures(name: str, part: Any) -> Iterator[tuple[str, str, float, str]]:
     for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        if isinstance(value, int | float):
-            yield name, field.name, value, part.sources.get(field.name, "")
+        value, source = getattr(part, field.name), part.sources.get(field.name, "")
+        if isinstance(value, int | float) and (value or source):  # 0 without a source: not known
+            yield name, field.name, value, source
