@@ -15,7 +15,7 @@ from transformers import masking_utils
 from outcore.core.errors import ConfigError
 from outcore.planning.forward.alike import Shape, kind_of
 from outcore.planning.forward.calls import calls_of
-from outcore.planning.forward.shapes import _pack_nothing
+from outcore.planning.forward.shapes import _answer, _packs_nothing
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.profile import UnitWork, rates_for, unit_work
@@ -61,16 +61,19 @@ def test_products_are_those_of_the_shapes(device: str):
     assert all(p.device.type == device for p in model.parameters())
 
 
-def test_of_experts_those_products_count_that_tokens_are_sent_to():
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_of_experts_those_products_count_that_tokens_are_sent_to(precision: str, caplog: pytest.LogCaptureFixture):
     sizes = {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 2}
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     with torch.device("meta"):
-        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).bfloat16()
-    spec = partition(model, precision="bf16").spec
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).to(dtype)
+    spec = partition(model, precision=precision).spec
     expected = unit_work(model, spec, batch_size=BATCH, seq_len=LENGTH)
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="cpu")
     found = counted(model, input_ids=ids, use_cache=False)
     assert {n: w.product_flops for n, w in found.items()} == {n: w.product_flops for n, w in expected.items()}
     assert not any(w.frozen_flops for w in found.values())
+    assert not caplog.records  # torch logs what it cannot follow
 
 
 def test_a_mask_that_hides_nothing_leaves_attention_causal():
@@ -209,11 +212,12 @@ def test_blocks_get_masks_as_in_a_real_forward(name, monkeypatch):
 def test_who_follows_shapes_puts_back_what_was_there():
     """Also if two threads do so at once: the second waits for the first."""
     find, first = masking_utils.find_packed_sequence_indices, ExitStack()
-    _pack_nothing(first)
+    question = "masking_utils", "find_packed_sequence_indices", _packs_nothing
+    _answer(first, *question)
 
     def follow() -> None:
         with ExitStack() as second:
-            _pack_nothing(second)
+            _answer(second, *question)
 
     thread = threading.Thread(target=follow)
     thread.start()

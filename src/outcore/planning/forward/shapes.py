@@ -6,6 +6,10 @@ and more memory. Where a micro-batch brings neither position IDs nor a mask, the
 row holds several. On an H200, blocks with such a mask took 1.25 times as long as in a step without one (16 rows of
 2,048 tokens, 1024 channels). A sample that brings a mask keeps it, even one that hides nothing: rows of later batches
 may be padded.
+
+[Note: experts] Torch's kernels of products with one matrix per expert take all floating dtypes, but its rule for their
+shapes takes bf16 alone. Fake tensors of other dtypes go the way that Transformers has for a torch without such kernels:
+its arguments, results, and what it saves for backward are the same.
 """
 
 from __future__ import annotations
@@ -63,7 +67,8 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
             parts |= weight.follow(own, undo)
         batch = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), sample)
         if sample.get("position_ids") is None:
-            _pack_nothing(undo)
+            _answer(undo, "masking_utils", "find_packed_sequence_indices", _packs_nothing)
+        _answer(undo, "integrations.moe", "_can_use_grouped_mm", _can_be_followed)
 
         def forward(then: Callable[[list[Any]], None]) -> None:
             lent = _Lent(model, then, Autocast.now(device))
@@ -73,18 +78,33 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
         yield Shapes({**own, **parts}, batch, forward)
 
 
-def _pack_nothing(undo: ExitStack) -> None:
-    """Answer for Transformers whether fake rows hold several sequences: see [Note: packed sequences].
+def _answer(undo: ExitStack, where: str, name: str, answer: Callable[..., Any]) -> None:
+    """Answer a question of Transformers about fake tensors, until ``undo``.
 
     Other threads may run real forwards meanwhile. One that follows shapes waits, so that each puts back what it found.
+
+    Args:
+        undo: Puts Transformers' own function back.
+        where: The module of the function; if it is not imported or has none, nothing happens.
+        name: The function.
+        answer: Gets the function, and its arguments, the first of which is a fake tensor.
     """
-    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
-    if not hasattr(masks, name):
+    module = sys.modules.get(f"transformers.{where}")
+    if not hasattr(module, name):
         return
     undo.enter_context(_ANSWERING)
-    find = getattr(masks, name)
-    setattr(masks, name, lambda ids: None if isinstance(ids, FakeTensor) else find(ids))
-    undo.callback(setattr, masks, name, find)
+    ask = getattr(module, name)
+    setattr(module, name, lambda x, *rest: answer(ask, x, *rest) if isinstance(x, FakeTensor) else ask(x, *rest))
+    undo.callback(setattr, module, name, ask)
+
+
+def _packs_nothing(ask: Callable[..., Any], position_ids: torch.Tensor) -> None:
+    """See [Note: packed sequences]."""
+
+
+def _can_be_followed(ask: Callable[..., Any], rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> bool:
+    """See [Note: experts]."""
+    return weight.dtype == torch.bfloat16 and bool(ask(rows, weight, ends))
 
 
 @contextmanager
