@@ -170,8 +170,7 @@ def free_of_node(budget: Budget, device: Device) -> Budget:
     """See ``api.free_budget``."""
     sharers = num_local_ranks()
     limits = limits_of(budget, device, num_sharers=sharers)
-    names = limits.by_tier
-    nbytes = of_node(names, sharers)
+    nbytes = of_node(limits.by_tier, sharers)
     disk_bytes = None if limits.disk_bytes is None else nbytes["disk"]
     return Budget(device=nbytes["device"], host=nbytes["host"], disk=budget.disk, disk_bytes=disk_bytes)
 

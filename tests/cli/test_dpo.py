@@ -262,6 +262,25 @@ class TestSharing:
         assert (second.taken["device"], second.taken["host"]) == want
         assert first.taken["device"] + second.taken["device"] <= given[0]
 
+    def test_host_memory_that_another_share_of_the_device_spares(self):
+        """Each needs much less host memory with a little more of the device."""
+
+        def planner(host_of: dict[int, int]) -> reference.Planner:
+            def plan(budget: Budget) -> Any:
+                rows = [row for row in host_of.items() if row[0] <= budget.device]
+                fitting = [row for row in rows if row[1] <= budget.host]
+                if fitting:
+                    return Fake({"device": fitting[-1][0], "host": fitting[-1][1], "disk": 0})
+                least = dict(zip(("device", "host"), next(iter(host_of.items())), strict=True))
+                raised = {"host": rows[-1][1]} if rows else {}
+                raise PlanInfeasibleError("too little", {**least, "disk": 0}, raised)
+
+            return plan
+
+        given = Budget(device=90, host=115)
+        first, second = plan_both(given, planner({50: 300, 60: 100}), planner({10: 100, 30: 10}))
+        assert (first.taken["device"], second.taken["device"]) == (60, 30)
+
     def test_too_little(self):
         ours, other = self.planner((80, 160), (80, 160)), self.planner((10, 20), (20, 40))
         with pytest.raises(PlanInfeasibleError, match="together") as refusal:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planning.homes.placement import least, place
+from outcore.planning.homes.placement import fitting, least, place
 from outcore.planning.homes.sending import Activations, Away, Room
 from outcore.planning.search.changes import best_changes, over_batch, over_device_memory, over_host_memory
 from outcore.planning.search.search import Found, estimate, search
@@ -90,6 +90,19 @@ def test_more_memory_is_never_slower(case):
         assert len(times) >= 4
         assert all(later <= earlier * 1.001 for earlier, later in itertools.pairwise(times))
         assert [point.step_s for point in points if point.is_today] == [found.simulation.step_s]
+
+
+def test_a_point_fits_if_it_does_with_any_way_to_treat_activations():
+    """In little host memory activations cannot rest there, and in a little of the device they cannot stay."""
+    setting = dataclasses.replace(setting_of(1.5, 2, 6, ways=(Away("host", "select"), None)), batch_size=8)
+    found = search(setting.job())
+    for points in (over_device_memory(setting, found), over_host_memory(setting, found)):
+        field = "device_bytes" if points[3].value == setting.limits.device_bytes else "host_bytes"
+        for point in points:
+            job = setting.with_limits(**{field: point.value}).job()
+            ways = [job.within(way).activations for way in job.ways]
+            fits = any(fitting(job.model, job.limits, activations=way) is not None for way in ways)
+            assert (point.step_s is not None) == fits
 
 
 def test_batches_until_they_do_not_fit(case):

@@ -42,10 +42,6 @@ def bytes_of(model, plan: Plan, reserve: int = 0) -> dict[str, int]:
     return {**need, "device": need["device"] + reserve}
 
 
-def budget_of(given: Limits) -> dict[str, int]:
-    return {"device": given.device_bytes, "host": given.host_bytes, "disk": given.disk_bytes or 0}
-
-
 def as_limits(required: dict[str, int]) -> Limits:
     return Limits(device_bytes=required["device"], host_bytes=required["host"], disk_bytes=required["disk"] or None)
 
@@ -58,10 +54,10 @@ def test_keeps_to_the_limits_or_says_what_would_do(model, given_limits, accumula
         plan = place(model, given_limits, **options)
     except PlanInfeasibleError as error:
         required = error.required_bytes
-        assert any(required[t] > budget_of(given_limits)[t] for t in TIERS)
+        assert any(required[t] > given_limits.by_tier[t] for t in TIERS)
         plan = place(model, as_limits(required), **options)
         given_limits = as_limits(required)
-    assert all(bytes_of(model, plan, reserve)[t] <= budget_of(given_limits)[t] for t in TIERS)
+    assert all(bytes_of(model, plan, reserve)[t] <= given_limits.by_tier[t] for t in TIERS)
     assert plan.tier_bytes == tier_bytes(model, plan)
     check_plan(model, plan, given_limits, activation_reserve_bytes=reserve)
     assert all(r.nbytes % PAGE_BYTES == 0 for r in reservations(model, plan))
@@ -95,7 +91,7 @@ def test_one_tier_raised_to_what_the_error_says_is_enough_and_one_byte_less_is_n
     else:
         return
     for tier in TIERS:
-        if not budget_of(given_limits)[tier] and tier != "device":  # the tier is not allowed
+        if not given_limits.by_tier[tier] and tier != "device":  # the tier is not allowed
             assert tier not in raised
             continue
         with pytest.raises(PlanInfeasibleError):
@@ -127,13 +123,13 @@ def test_the_least_suffices_among_ranks_and_a_page_less_does_not(model, given_li
     except PlanInfeasibleError as error:
         required, raised = as_limits(error.required_bytes), error.raise_one_to
     else:
-        assert all(bytes_of(model, plan)[t] <= budget_of(given_limits)[t] for t in TIERS)
+        assert all(bytes_of(model, plan)[t] <= given_limits.by_tier[t] for t in TIERS)
         found = least(model, given_limits, [STAYING])
         required, raised = as_limits(found.at_all), found.with_others
     place(model, required)
     for tier, nbytes in raised.items():
         place(model, dataclasses.replace(given_limits, **{f"{tier}_bytes": nbytes}))
-    for limits_, sizes_ in ((required, budget_of(required)), (given_limits, raised)):
+    for limits_, sizes_ in ((required, required.by_tier), (given_limits, raised)):
         for tier in (tier for tier in TIERS if sizes_.get(tier, 0) >= PAGE_BYTES):
             with pytest.raises(PlanInfeasibleError):
                 place(model, dataclasses.replace(limits_, **{f"{tier}_bytes": sizes_[tier] - PAGE_BYTES}))
@@ -160,7 +156,7 @@ def test_what_is_named_suffices_with_one_way_to_treat_activations_and_a_byte_les
         return None
 
     def fits(**nbytes: int) -> bool:
-        limits = as_limits(budget_of(given_limits) | nbytes)
+        limits = as_limits(given_limits.by_tier | nbytes)
         plan = plan_within(limits)
         if plan is not None:
             check_plan(model, plan, limits)

@@ -33,7 +33,7 @@ from outcore.planning.forward.footprint import as_run
 from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.placement import Least, least
 from outcore.planning.homes.pools import LEAST, pools_for
-from outcore.planning.homes.sending import Sending, sendings
+from outcore.planning.homes.sending import Away, Sending, sendings
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.changes import Change, best_changes
 from outcore.planning.search.search import Found, explain
@@ -314,6 +314,8 @@ class _Asking:
             forecast.simulated.over = over
         placed = self._placed(options, timed)
         sending = placed.sending
+        # Where less memory is left, or more is saved, arguments may have to leave.
+        others = [Away("host", "recompute")] if profile.footprint is not None and self._machine.activation_share else []
         setting = Setting(
             model=self._cut.spec,
             hardware=self._hardware,
@@ -324,7 +326,7 @@ class _Asking:
             activation_share=self._machine.activation_share,
             micro_batches=asked.grad_accum,
             clipping=asked.clipping,
-            ways=tuple(dict.fromkeys([None if sending is None else sending.away, None])),
+            ways=tuple(dict.fromkeys([None if sending is None else sending.away, None, *others])),
             ranks=asked.ranks,
         )
         forecast = timed.forecast()

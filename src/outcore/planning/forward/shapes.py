@@ -9,7 +9,7 @@ may be padded.
 
 [Note: experts] Torch's kernels of products with one matrix per expert take all floating dtypes, but its rule for their
 shapes takes bf16 alone. Fake tensors of other dtypes go the way that Transformers has for a torch without such kernels:
-its arguments, results, and what it saves for backward are the same.
+its arguments and results are the same. It saves the same for backward, but for where the rows of each expert end.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ ranks add up gradients there that rest in host memory: then the smallest count t
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import functools
 import itertools
@@ -69,9 +70,10 @@ def place(
 
     Cost: 0.2 s for 128 equal units, seconds if all differ; integers only.
     """
-    plan = fitting(model, limits, accumulation_steps=accumulation_steps, policy=policy, activations=activations)
+    search = _Search(model, limits, accumulation_steps)
+    plan = search.beside(activations).roomiest(policy)
     if plan is None:
-        raise refusal(model, limits, [activations], policy)
+        raise _refusal(search, [activations], policy)
     return plan
 
 
@@ -84,15 +86,7 @@ def fitting(
     activations: Activations = STAYING,
 ) -> Plan | None:
     """Return the plan of ``place``, or None if nothing fits."""
-    search = _Search(model, activations.left(limits), accumulation_steps, activations.room)
-    if activations.exceeds(limits) or search.best([LEAST]) is None:
-        return None
-    for depth, buckets in DEVICE_COMFORTS:
-        comforts = [Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=n) for n in HOST_COMFORTS]
-        best = search.best(comforts)
-        if best is not None:
-            return search.plan(*best, policy)
-    raise AssertionError("a plan with the fewest slots fits, but none was found")
+    return _Search(model, limits, accumulation_steps).beside(activations).roomiest(policy)
 
 
 def refusal(
@@ -110,13 +104,7 @@ def refusal(
         The error. ``required_bytes`` is the least device, then the least host, then the least disk that would do;
         ``raise_one_to`` says how much of one tier would do with the others as they are.
     """
-    found = least(model, limits, several)
-    way = found.activations
-    search = _Search(model, way.left(limits), None, way.room)
-    plan = search.plan(search.least(), LEAST, policy)
-    plan = plan if way.sending is None else way.sending.applied(plan)
-    message = infeasible_table(model, plan, limits, found.at_all, raise_one_to=found.with_others)
-    return PlanInfeasibleError(message, dict(found.at_all.items()), dict(found.with_others.items()))
+    return _refusal(_Search(model, limits), several, policy)
 
 
 class Least(NamedTuple):
@@ -139,17 +127,7 @@ class Least(NamedTuple):
 
 def least(model: ModelSpec, limits: Limits, several: Sequence[Activations]) -> Least:
     """Return the least limits that would do. Args: as for ``refusal``."""
-    allowed = {tier for tier, most in limits.by_tier.items() if most} | {"device"}
-    usable = [way for way in several if all(tier in allowed for tier, nbytes in way.away.items() if nbytes)]
-    return Least.of_any([_least(model, limits, way) for way in usable or several])
-
-
-def _least(model: ModelSpec, limits: Limits, way: Activations) -> Least:
-    search, full = _Search(model, way.left(limits), None, way.room), way.exceeds(limits)
-    at_all: dict[Tier, int] = search.bytes(search.least(), LEAST)._asdict()  # type: ignore[assignment]
-    with_others = {tier: nbytes for tier, nbytes in search.raise_one_to().items() if full <= {tier}}
-    total, alone = ({tier: n + way.away[tier] for tier, n in part.items()} for part in (at_all, with_others))
-    return Least(total, alone, way)
+    return _least(_Search(model, limits), several)
 
 
 class Waterline(NamedTuple):
@@ -157,6 +135,23 @@ class Waterline(NamedTuple):
 
     on_device: int
     on_host: int
+
+
+def _least(search: _Search, several: Sequence[Activations]) -> Least:
+    """See ``least``. Ways that need a tier that is not allowed are left out, unless there is no other."""
+    allowed = {"device"} | {tier for tier, most in search.given.by_tier.items() if most}
+    usable = [way for way in several if all(tier in allowed for tier, nbytes in way.taken.items() if nbytes)]
+    return Least.of_any([search.beside(way).least_limits() for way in usable or several])
+
+
+def _refusal(search: _Search, several: Sequence[Activations], policy: Policy) -> PlanInfeasibleError:
+    """See ``refusal``."""
+    found = _least(search, several)
+    within, sending = search.beside(found.activations), found.activations.sending
+    plan = within.plan(within.least(), LEAST, policy)
+    plan = plan if sending is None else sending.applied(plan)
+    message = infeasible_table(search.model, plan, search.given, found.at_all, raise_one_to=found.with_others)
+    return PlanInfeasibleError(message, dict(found.at_all.items()), dict(found.with_others.items()))
 
 
 class _Bytes(NamedTuple):
@@ -191,9 +186,9 @@ class _Footprint(NamedTuple):
 class _Search:
     """All plans of the rule over one model and one set of limits."""
 
-    def __init__(self, model: ModelSpec, limits: Limits, accumulation_steps: int | None, room: Room) -> None:
-        self.model, self.limits, self.room = model, limits, room
-        self.accumulation_steps = accumulation_steps
+    def __init__(self, model: ModelSpec, given: Limits, accumulation_steps: int | None = None) -> None:
+        """Args: given: The most that may be taken, activations included."""
+        self.model, self.given, self.accumulation_steps = model, given, accumulation_steps
         self.num_units = len(model.units)
         # Equal units are counted, not listed: 100 equal layers cost as much as one.
         shapes = [shape_of(unit, model) for unit in model.units]
@@ -204,7 +199,38 @@ class _Search:
         # Cached per object: functools.cache on the methods would keep every search alive.
         self._needs = functools.cache(self._count_needs)
         self._footprint = functools.cache(self._measure)
+        self.turn_to(STAYING)
+
+    def turn_to(self, activations: Activations) -> None:
+        """Search beside these activations."""
+        self.activations, self.limits = activations, activations.left(self.given)
+        """Activations, and what they leave to everything else."""
         self._window = functools.cache(self._bisect)
+
+    def beside(self, activations: Activations) -> _Search:
+        """Return the search beside other activations. Both share what is known of units."""
+        other = copy.copy(self)
+        other.turn_to(activations)
+        return other
+
+    def roomiest(self, policy: Policy) -> Plan | None:
+        """Return the best plan with the most slots, or None if nothing fits."""
+        if self.activations.exceeds(self.given) or self.best([LEAST]) is None:
+            return None
+        for depth, buckets in DEVICE_COMFORTS:
+            comforts = [Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=n) for n in HOST_COMFORTS]
+            best = self.best(comforts)
+            if best is not None:
+                return self.plan(*best, policy)
+        raise AssertionError("a plan with the fewest slots fits, but none was found")
+
+    def least_limits(self) -> Least:
+        """Return the least limits that would do."""
+        taken, full = self.activations.taken, self.activations.exceeds(self.given)
+        at_all: dict[Tier, int] = self.bytes(self.least(), LEAST)._asdict()  # type: ignore[assignment]
+        with_others = {tier: nbytes for tier, nbytes in self.raise_one_to().items() if full <= {tier}}
+        total, alone = ({tier: n + taken[tier] for tier, n in part.items()} for part in (at_all, with_others))
+        return Least(total, alone, self.activations)
 
     @property
     def most_on_device(self) -> int:
@@ -331,7 +357,7 @@ class _Search:
         for pool in build_pools(self._needs(line), comfort):
             slots[pool.tier] += pool.total_bytes
         taken = self._homes_bytes(line).plus(_Bytes(slots["device"], slots["host"], 0))
-        return taken._replace(device=self.room.limit_for(taken.device))
+        return taken._replace(device=self.activations.room.limit_for(taken.device))
 
     def plan(self, line: Waterline, comfort: Comfort, policy: Policy) -> Plan:
         """Return the plan of a waterline."""

@@ -175,16 +175,17 @@ class Activations:
         return cls(Room(known, 0.0 if known else share), sending)
 
     @cached_property
-    def away(self) -> Mapping[Tier, int]:
-        """Tier -> bytes that activations take there that leave the device: homes, and slots on the way."""
+    def taken(self) -> Mapping[Tier, int]:
+        """Tier -> bytes that activations take there if they leave the device: homes, and slots on the way."""
         return {"device": 0, "host": 0, "disk": 0} if self.sending is None else self.sending.taken
 
     def exceeds(self, limits: Limits) -> set[Tier]:
-        """Return the tiers on which activations that leave the device alone take more than there is."""
-        return {tier for tier, most in limits.by_tier.items() if self.away[tier] > most}
+        """Return the tiers on which ``taken`` is already more than there is."""
+        return {tier for tier, most in limits.by_tier.items() if self.taken[tier] > most}
 
     def left(self, limits: Limits) -> Limits:
-        """Return what is left of limits for everything else. A tier that may be used stays one, if only for a byte."""
-        left = {t: max(most - self.away[t], min(most, 1)) for t, most in limits.by_tier.items()}
+        """Return what is left of limits for everything else: at least a byte of a tier that is allowed, or taken."""
+        taken = self.taken
+        left = {t: max(most - taken[t], min(most + taken[t], 1)) for t, most in limits.by_tier.items()}
         disk_bytes = None if limits.disk_bytes is None else left["disk"]
         return Limits(device_bytes=left["device"], host_bytes=left["host"], disk_bytes=disk_bytes)

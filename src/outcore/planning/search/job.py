@@ -30,8 +30,8 @@ class Within(NamedTuple):
 
     @property
     def room(self) -> dict[Tier, int]:
-        """Bytes for everything else. Below 0: activations that leave the device alone take more than there is."""
-        left = {tier: most - self.activations.away[tier] for tier, most in self.limits.by_tier.items()}
+        """Bytes for everything else. Below 0: activations that leave the device take more than there is."""
+        left = {tier: most - self.activations.taken[tier] for tier, most in self.limits.by_tier.items()}
         return left | {"device": self.activations.room.beside(left["device"])}
 
 
@@ -83,7 +83,7 @@ class Job:
         within, saved = self.within(away), self.saved
         sending, room = within.activations.sending, within.activations.room
         run = plan if sending is None else sending.applied(plan)
-        left = self.limits.device_bytes - within.activations.away["device"] - room.nbytes - plan.tier_bytes["device"]
+        left = self.limits.device_bytes - within.activations.taken["device"] - room.nbytes - plan.tier_bytes["device"]
         if self.may_be_plain and can_be_plain(self.model, run):
             saved = {} if self.footprint is None else self.footprint.saved
             # Slots for what moves or changes its form are left out: see ``with_room``.

@@ -15,6 +15,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -144,10 +145,7 @@ def estimate(
 
     Cost: 100 units some 0.5 s.
     """
-    try:
-        return _Search(job, simulated).estimate(known, enough_s)
-    except PlanInfeasibleError:
-        return None
+    return _Search(job, simulated).estimate(known, enough_s)
 
 
 class _Tried(NamedTuple):
@@ -243,7 +241,9 @@ class _Search:
         enough_s = min([enough_s, *map(looks.seconds, best)])
         others = [near for away in self._job.ways for near in self._soonest(away, known, enough_s)]
         plans = [(looks.plan(c), c) for c in self._fastest([*best, *self._open(others, enough_s)], 1)]
-        plans += [] if fitting else [(looks.today, self.like(looks.today, self._job.ways[0]))]
+        if not fitting:
+            with suppress(PlanInfeasibleError):  # the first way may have no room where another has
+                plans.append((looks.today, self.like(looks.today, self._job.ways[0])))
         if not plans:
             return None
         plan, candidate = min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
@@ -39,6 +40,8 @@ class Planned(NamedTuple):
         return self._replace(predicted=None)
 
 
+_SHARES = 16
+"""Shares of the device that are tried for the reference if simple ones do not do."""
 Planner = Callable[[Budget], Planned]
 Bytes = Mapping[str, int]
 """Bytes by tier."""
@@ -53,9 +56,9 @@ def plan_both(budget: Budget, model: Planner, reference: Planner) -> tuple[Plann
         reference: Plans the frozen copy, within a budget.
 
     Returns:
-        Model and reference, together within the budget. Three shares are tried, and the first that lets both fit is
-        taken: in proportion to what they need, then for the reference no more than it must have, then for the model no
-        more than it must have.
+        Model and reference, together within the budget. The first share that lets both fit is taken: in proportion to
+        what they need, then for the reference no more than it must have, then for the model no more than it must have,
+        then some shares of the device, with the host memory that the reference must have beside its own.
 
     Raises:
         PlanInfeasibleError: No share lets both fit. ``required_bytes`` is the least of both together.
@@ -64,7 +67,8 @@ def plan_both(budget: Budget, model: Planner, reference: Planner) -> tuple[Plann
     ours, other = _least(budget, model), _least(budget, reference)
     fraction = sum(other.values()) / (sum(ours.values()) + sum(other.values()))
     in_proportion = {tier: min(nbytes, max(other[tier], int(fraction * nbytes))) for tier, nbytes in given.items()}
-    for share in (in_proportion, other, _less(given, ours)):
+    shares = itertools.chain([in_proportion, other, _less(given, ours)], _between(budget, ours, other, reference))
+    for share in shares:
         try:
             second = reference(_budget(budget, {**share, "disk": given["disk"]}))
             return model(_budget(budget, _less(given, second.taken))), second
@@ -80,6 +84,19 @@ def _least(budget: Budget, planner: Planner) -> Bytes:
         return dict(planner(_budget(budget, next_to_nothing)).taken.items())
     except PlanInfeasibleError as error:
         return error.required_bytes
+
+
+def _between(budget: Budget, ours: Bytes, other: Bytes, reference: Planner) -> Iterator[Bytes]:
+    """Yield shares of the reference between the least that it and the model need of the device."""
+    given = _bytes(budget)
+    more = given["device"] - ours["device"] - other["device"]
+    for part in range(_SHARES + 1) if more >= 0 else ():
+        share = {**given, "device": other["device"] + part * more // _SHARES, "host": min(1, given["host"])}
+        try:
+            reference(_budget(budget, share))
+        except PlanInfeasibleError as error:
+            share["host"] = error.raise_one_to.get("host", given["host"])
+        yield share
 
 
 def _bytes(budget: Budget) -> dict[str, int]:
