@@ -231,6 +231,8 @@ class Placed(NamedTuple):
     """Short description of the plan; None if it is the rule's."""
     sending: Sending | None
     """What units save and where that rests; None: activations stay, and are recomputed."""
+    rule: Sending | None
+    """The same of the rule's plan."""
 
 
 class Planner:
@@ -246,9 +248,12 @@ class Planner:
     def placed(self) -> Placed:
         """Find a plan. Activations rest where the user wants them, else where the predicted step is shortest."""
         if self._tier is not None:
-            return self._searched(self._first_fitting(self._sendings(self._tier)), [])
-        away = list(self._anywhere())
-        return self._searched(self._first_fitting([None, *away]), [*self._selected(), *away])
+            ways, others = list[Sending | None](self._sendings(self._tier)), list[Sending]()
+        else:
+            away = list(self._anywhere())
+            ways, others = [None, *away], [*self._selected(), *away]
+        usual = self._first_fitting(ways)
+        return self._searched(usual, others)._replace(rule=usual.sending)
 
     def _searched(self, usual: Placed, others: Sequence[Sending]) -> Placed:
         """Return the fastest plan. Args: usual: The rule's plan. others: Other ways to treat activations."""
@@ -320,7 +325,7 @@ class Planner:
         plan = dataclasses.replace(plan, workspace_bytes=self._workspace_bytes(plan.units))
         check_plan(spec, plan, self._limits)
         plan = with_room(spec, plan, self._limits, clipping=self._options.clipping)
-        return Placed(plan, bare, candidate, sending)
+        return Placed(plan, bare, candidate, sending, sending)
 
     def _workspace_bytes(self, units: Sequence[UnitPlan]) -> int:
         """Return device bytes to leave to activations and workspace; 0: not known, or not in the device's budget."""

@@ -12,6 +12,7 @@ import pytest
 from outcore.cli.plan.answer import answer
 from outcore.forecast import Forecast, Loop
 from outcore.planning.forward import watch
+from outcore.planning.homes.placement import place
 from outcore.planning.homes.reservations import tier_bytes
 from outcore.planning.timing.known_hardware import known_hardware
 
@@ -64,3 +65,27 @@ def test_the_least_is_that_of_the_way_with_activations_that_needs_least(
     assert found.least.with_others["host"] == 0
     less = answer(asked(config_json, tmp_path / "hardware.json", **options, host_memory="1B"))
     assert less.found.plan.tier_bytes["host"] == 0
+
+
+def test_the_rules_plan_is_compared_with_its_own_activations(
+    config_json: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """There they stay. Beside activations that leave, the rule may find no plan."""
+    monkeypatch.setattr(watch, "SMALL_BYTES", 64)
+    slow = dataclasses.replace(known_hardware("rtx-4090+no-disk").device, bf16_flops=1e9)
+    dataclasses.replace(known_hardware("rtx-4090+no-disk"), device=slow).save(tmp_path / "hardware.json")
+    found = answer(asked(config_json, tmp_path / "hardware.json", device_memory="1700KiB", seq_len=128))
+    job = found.setting.job()
+    assert found.sending is not None
+    rule = place(found.spec, job.limits, activations=job.within(None).activations)
+    step_s = found.found.looks.simulation(rule, None).step_s
+    assert [other.step_s for other in found.found.runners_up if other.name == "filled tier by tier"] == [step_s]
+
+
+def test_in_fp16_nothing_is_kept_that_a_run_under_autocast_recomputes(config_json: Path):
+    found = answer(asked(config_json, Path("rtx-4090"), precision="fp16", device_memory="2500KiB"))
+    kept = answer(asked(config_json, Path("rtx-4090"), precision="bf16", device_memory="2500KiB"))
+    assert not found.found.plan.plain
+    assert found.found.plan.kept_bytes > 0
+    assert {unit.policy for unit in found.found.plan.units[1:]} == {policy for policy, _ in found.policies}
+    assert ("keep", "device") in kept.policies

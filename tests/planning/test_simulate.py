@@ -68,6 +68,19 @@ def test_writes_to_disk_may_lag_behind_for_more_steps(model, homes):
     assert steps_until_settled(plan_of(model, **homes)) == 4
 
 
+@pytest.mark.parametrize(("h2d", "d2h"), [(0.1, 2.0), (1.0, 2.0), (1.0, 6.0), (3.0, 0.5)])
+@pytest.mark.parametrize("host_runs_ahead", [True, False])
+def test_states_that_the_device_updated_may_lag_behind(h2d: float, d2h: float, host_runs_ahead: bool):
+    """On a bus that both ways share they go home during the next steps."""
+    model = layered(2, root=0, layer=MIB, precision="fp32")
+    plan = plan_of(model, weights="device", gradients="device", update="device")
+    bus = Shared(name="bus", parts={"h2d": 1.0, "d2h": 1.0})
+    rates = dataclasses.replace(rates_of(model, h2d=h2d, d2h=d2h), shared=(bus,), host_runs_ahead=host_runs_ahead)
+    given = model, plan, rates, usual_visits(model)
+    settled, found = (simulate(*given, warm_up=n).step_s for n in (16, steps_until_settled(plan)))
+    assert found == pytest.approx(settled, rel=1e-9)
+
+
 def step_s(model: ModelSpec, plan: Plan, rates: Rates) -> float:
     return simulate(model, plan, rates, usual_visits(model)).step_s
 

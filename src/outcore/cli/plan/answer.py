@@ -167,7 +167,8 @@ class Answer:
         plan, footprint = self.found.plan, self.setting.profile.footprint
         if plan.plain:  # nothing would use its slots
             plan = dataclasses.replace(plan, pools=pools_for(self.spec, plan.units, LEAST))
-        return plan if footprint is None else as_run(plan, footprint.saved, plan.kept_bytes)
+        keeps = plan.plain or self.setting.keeps_what_fits
+        return plan if footprint is None else as_run(plan, footprint.saved if keeps else {}, plan.kept_bytes)
 
     @cached_property
     def least(self) -> Least:
@@ -305,6 +306,10 @@ class _Asking:
 
     def answer(self, over: Callable[..., Iterable[Any]]) -> Answer:
         """Choose as a run would."""
+        with self._autocast:
+            return self._chosen(over)
+
+    def _chosen(self, over: Callable[..., Iterable[Any]]) -> Answer:
         asked, sample = self._question, self._sample(self._question.batch_size)
         profile = self._profile_of(asked.batch_size)
         hardware = NO_TIMES if self._guess else self._hardware  # without times a run follows the rule
@@ -313,9 +318,10 @@ class _Asking:
         if (forecast := timed.forecast()) is not None:
             forecast.simulated.over = over
         placed = self._placed(options, timed)
-        sending = placed.sending
-        # Where less memory is left, or more is saved, arguments may have to leave.
-        others = [Away("host", "recompute")] if profile.footprint is not None and self._machine.activation_share else []
+        ways = [None if sending is None else sending.away for sending in (placed.rule, placed.sending)]
+        if profile.footprint is not None and self._machine.activation_share:
+            # Where less memory is left, or more is saved, arguments may have to leave.
+            ways += [None, Away("host", "recompute")]
         setting = Setting(
             model=self._cut.spec,
             hardware=self._hardware,
@@ -326,13 +332,16 @@ class _Asking:
             activation_share=self._machine.activation_share,
             micro_batches=asked.grad_accum,
             clipping=asked.clipping,
-            ways=tuple(dict.fromkeys([None if sending is None else sending.away, None, *others])),
+            keeps_what_fits=timed.keeps_what_fits,
+            ways=tuple(dict.fromkeys([*ways, None])),
             ranks=asked.ranks,
         )
         forecast = timed.forecast()
         simulated = None if forecast is None else forecast.simulated
         found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate, simulated), plan=placed.plan)
-        return Answer(question=asked, setting=setting, found=found, sending=sending, guess=self._guess, over=over)
+        return Answer(
+            question=asked, setting=setting, found=found, sending=placed.sending, guess=self._guess, over=over
+        )
 
     def _placed(self, options: Options, timed: Timed) -> Placed:
         """Return the plan of a run; for several ranks, also choose how they share weights."""
@@ -346,6 +355,13 @@ class _Asking:
             return make(self._cut, timed)[1]
         self._cut, (_, placed) = fastest(_sharings(ranks), self._cut, timed, make)
         return placed
+
+    @property
+    def _autocast(self) -> torch.autocast:
+        """Autocast as a run has it."""
+        return torch.autocast(
+            self._machine.torch_device.type, torch.float16, enabled=self._cut.spec.precision == "fp16"
+        )
 
     @cached_property
     def _times(self) -> dict[str, UnitTimes]:
@@ -363,9 +379,8 @@ class _Asking:
     def _profile(self, batch_size: int) -> Profile:
         """Follow the model on shapes; if that is impossible, estimate its work from its parameters alone."""
         cut, sample, device = self._cut, self._sample(batch_size), self._machine.torch_device
-        autocast = torch.autocast(device.type, torch.float16, enabled=cut.spec.precision == "fp16")  # as a run has it
         try:
-            with autocast:
+            with self._autocast:
                 more, times = batch_size / self._question.batch_size, self._times
                 work = counted_work(cut, sample, device)
                 for name, each in times.items():

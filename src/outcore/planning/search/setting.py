@@ -32,6 +32,8 @@ class Setting:
     """The fraction of the device to leave to activations of unknown size; 0 if its budget does not include them."""
     micro_batches: int = 1
     clipping: bool = True
+    keeps_what_fits: bool = True
+    """See ``Job``."""
     ways: tuple[Away | None, ...] = (None,)
     """What may become of activations: see ``Job``."""
     ranks: Ranks = ALONE
@@ -59,6 +61,7 @@ class Setting:
             clipping=self.clipping,
             activation_share=self.activation_share,
             footprint=profile.footprint,
+            keeps_what_fits=self.keeps_what_fits,
             may_be_plain=True,
             ways=self.ways,
         )

@@ -102,9 +102,13 @@ def simulation_of(again: Callable[[], PlayedSteps]) -> Simulation:
 
 
 def steps_until_settled(plan: Plan) -> int:
-    """Return the number of steps before those that count. Args: plan: As it runs. Writes to disk may lag behind."""
+    """Return the number of steps before those that count. Args: plan: As it runs.
+
+    Writes to disk may lag behind, and states that the device has updated go home during the next steps.
+    """
     uses_disk = any("disk" in (unit.weights, unit.gradients, unit.states, unit.activations) for unit in plan.units)
-    return 4 if uses_disk else 1
+    returns_states = any(unit.update == "device" and unit.states != "device" for unit in plan.units)
+    return 4 if uses_disk else 3 if returns_states else 1
 
 
 class Laid(NamedTuple):
