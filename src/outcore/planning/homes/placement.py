@@ -73,7 +73,7 @@ def place(
     search = _Search(model, limits, accumulation_steps)
     plan = search.beside(activations).roomiest(policy)
     if plan is None:
-        raise _refusal(search, [activations], policy)
+        raise _refusal(search, [activations])
     return plan
 
 
@@ -89,22 +89,19 @@ def fitting(
     return _Search(model, limits, accumulation_steps).beside(activations).roomiest(policy)
 
 
-def refusal(
-    model: ModelSpec, limits: Limits, several: Sequence[Activations], policy: Policy = "recompute"
-) -> PlanInfeasibleError:
+def refusal(model: ModelSpec, limits: Limits, several: Sequence[Activations]) -> PlanInfeasibleError:
     """Say what would do where nothing fits.
 
     Args:
         model: The model, its root unit first.
         limits: The limits as they are. A host or disk of 0 bytes counts as not allowed.
         several: The ways to treat activations of which one may be taken.
-        policy: As in ``place``.
 
     Returns:
         The error. ``required_bytes`` is the least device, then the least host, then the least disk that would do;
         ``raise_one_to`` says how much of one tier would do with the others as they are.
     """
-    return _refusal(_Search(model, limits), several, policy)
+    return _refusal(_Search(model, limits), several)
 
 
 class Least(NamedTuple):
@@ -144,11 +141,11 @@ def _least(search: _Search, several: Sequence[Activations]) -> Least:
     return Least.of_any([search.beside(way).least_limits() for way in usable or several])
 
 
-def _refusal(search: _Search, several: Sequence[Activations], policy: Policy) -> PlanInfeasibleError:
+def _refusal(search: _Search, several: Sequence[Activations]) -> PlanInfeasibleError:
     """See ``refusal``."""
     found = _least(search, several)
     within, sending = search.beside(found.activations), found.activations.sending
-    plan = within.plan(within.least(), LEAST, policy)
+    plan = within.plan(within.least(), LEAST, "recompute")
     plan = plan if sending is None else sending.applied(plan)
     message = infeasible_table(search.model, plan, search.given, found.at_all, raise_one_to=found.with_others)
     return PlanInfeasibleError(message, dict(found.at_all.items()), dict(found.with_others.items()))
