@@ -103,7 +103,7 @@ def _tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any)
     with pytest.raises(outcore.PlanInfeasibleError) as refusal:
         plan_for(model, optimizer, **options)
     need = refusal.value.required_bytes
-    for share in (0.5, 0.35, 0.65, 0.8, 0.1, 0.2):
+    for share in (0.5, 0.35, 0.65, 0.8, 0.1, 0.2, 0.15, 0.12, 0.18, 0.05):
         host = need["host"] + int(need["disk"] * share)
         budget = options["budget"] = outcore.Budget(device=need["device"], host=host, disk=folder)
         if tiers_of(plan_for(model, optimizer, **options)[1]) == ALL_TIERS:
