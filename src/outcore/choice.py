@@ -288,7 +288,7 @@ class Planner:
         spec, steps = self._cut.spec, self._options.accumulation_steps
         for sending in ways:
             activations = self._activations(sending)
-            bare = fitting(spec, self._limits, accumulation_steps=steps, activations=activations)
+            bare = fitting(spec, self._limits, activations, accumulation_steps=steps)
             if bare is not None:
                 return self._whole(bare, None, sending)
         raise refusal(spec, self._limits, list(map(self._activations, ways)))

@@ -34,6 +34,7 @@ MODELS = {
     "t5": lambda: T5ForConditionalGeneration(
         T5Config(d_model=48, d_kv=12, d_ff=80, num_layers=3, num_heads=4, vocab_size=96, decoder_start_token_id=0)
     ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, num_key_value_heads=4, **WIDTH)),
 }
 
 
@@ -87,12 +88,13 @@ def test_a_call_saves_what_was_planned(
     assert min(planned) > 0
 
 
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_trained_as_in_the_plain_loop(tier: str, tmp_path: Path) -> None:
-    model = make(MODELS["gpt2"])
+def test_trained_as_in_the_plain_loop(name: str, tier: str, tmp_path: Path) -> None:
+    model = make(MODELS[name])
     plain = adamw(model, fused=True)
     want = seen(train(model, plain), model, plain)
-    model = make(MODELS["gpt2"])
+    model = make(MODELS[name])
     budget = outcore.Budget(disk=tmp_path)
     options = {"sample": sample_of(), "activations": tier, "device": DEVICE, "budget": budget}
     with outcore.prepare(model, adamw(model), **options) as (model, optimizer):

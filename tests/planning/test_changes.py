@@ -101,7 +101,7 @@ def test_a_point_fits_if_it_does_with_any_way_to_treat_activations():
         for point in points:
             job = setting.with_limits(**{field: point.value}).job()
             ways = [job.within(way).activations for way in job.ways]
-            fits = any(fitting(job.model, job.limits, activations=way) is not None for way in ways)
+            fits = any(fitting(job.model, job.limits, way) is not None for way in ways)
             assert (point.step_s is not None) == fits
 
 

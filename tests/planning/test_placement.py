@@ -151,7 +151,7 @@ def test_what_is_named_suffices_with_one_way_to_treat_activations_and_a_byte_les
     def plan_within(limits: Limits) -> Plan | None:
         """The first way's plan, with the activations that leave."""
         for way in ways:
-            if (plan := fitting(model, limits, activations=way)) is not None:
+            if (plan := fitting(model, limits, way)) is not None:
                 return plan if way.sending is None else way.sending.applied(plan)
         return None
 

@@ -78,15 +78,10 @@ def place(
 
 
 def fitting(
-    model: ModelSpec,
-    limits: Limits,
-    *,
-    accumulation_steps: int | None = None,
-    policy: Policy = "recompute",
-    activations: Activations = STAYING,
+    model: ModelSpec, limits: Limits, activations: Activations, *, accumulation_steps: int | None = None
 ) -> Plan | None:
     """Return the plan of ``place``, or None if nothing fits."""
-    return _Search(model, limits, accumulation_steps).beside(activations).roomiest(policy)
+    return _Search(model, limits, accumulation_steps).beside(activations).roomiest("recompute")
 
 
 def refusal(model: ModelSpec, limits: Limits, several: Sequence[Activations]) -> PlanInfeasibleError:
