@@ -129,7 +129,7 @@ def test_the_data_is_the_answer(answered: Answer, facts: dict[str, Any], text: s
     assert max(start + lasts for _, _, _, start, lasts, _ in time["spans"]) == pytest.approx(time["wall_s"], rel=1e-4)
     reserved = {tier["tier"]: sum(part["bytes"] for part in tier["parts"]) for tier in data["tiers"]}
     assert reserved["host"] == found.plan.tier_bytes["host"]
-    assert reserved["device"] == found.plan.tier_bytes["device"] + found.plan.workspace_bytes + found.plan.kept_bytes
+    assert reserved["device"] == found.plan.tier_bytes["device"] + found.plan.kept_bytes
     for curve in data["curves"]:
         today = [point for point in curve["points"] if point["is_today"]]
         assert [point["step_s"] for point in today] == [found.simulation.step_s]

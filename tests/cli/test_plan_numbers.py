@@ -62,6 +62,7 @@ def test_the_least_is_that_of_the_way_with_activations_that_needs_least(
     options: dict[str, Any] = {"device_memory": "1700KiB", "seq_len": 128, "grad_accum": 2}
     found = answer(asked(config_json, tmp_path / "hardware.json", **options))
     assert found.sending is not None
+    assert found.found.plan.tier_bytes == tier_bytes(found.spec, found.found.plan), "with what activations take"
     assert found.least.with_others["host"] == 0
     less = answer(asked(config_json, tmp_path / "hardware.json", **options, host_memory="1B"))
     assert less.found.plan.tier_bytes["host"] == 0

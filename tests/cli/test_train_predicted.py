@@ -46,6 +46,14 @@ class TestComparison:
             comparison.add(lap(seconds, 0.3), 1)
         assert comparison.closing() == {"predicted": "1 s per step; the median took 1.1 s, 1.10 of it"}
 
+    def test_a_line_with_the_first_steps_does_not_count(self):
+        comparison = Comparison(STEP)
+        assert comparison.add(lap(0.9, 0.4), 20) is None, "two slow steps and eighteen as predicted"
+        assert comparison.closing() == {"predicted": "1 s per step; the median took 1.3 s, 1.30 of it"}, "all there is"
+        assert comparison.add(lap(0.6, 0.4), 20) is None
+        assert comparison.closing() == {"predicted": "1 s per step; the median took 1 s, 1.00 of it"}
+        assert "for 50 steps" in (comparison.add(lap(1.1, 0.4), 50) or "")
+
     def test_where_nothing_is_known_nothing_is_said(self):
         comparison = Comparison(None)
         assert comparison.add(lap(1.0, 1.0), 30) is None

@@ -28,7 +28,7 @@ from outcore.planning.timing.ranks import Ranks
 from outcore.planning.units.partition import Partition, partition
 from outcore.probe import blocks, kept_blocks
 from outcore.probe.blocks import Speed
-from outcore.probe.kept import Machine
+from outcore.probe.kept import Machine, Measured, versions
 from outcore.probe.kept_blocks import KeptBlocks, with_times
 from outcore.probe.loads import Load
 from outcore.probe.small_block import SmallBlock
@@ -184,7 +184,7 @@ def test_slow_moments_count_at_the_speed_of_the_probe(monkeypatch):
 
 @pytest.mark.parametrize("text", ["{", '{"versions": {}, "blocks": {}}', '{"versions": {"torch": "0"}, "blocks": 3}'])
 def test_what_cannot_be_read_is_measured_again(text):
-    path = Machine(DEVICE).blocks_path
+    path = Machine(DEVICE).blocks_path(MACHINE)
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert all(each.measured is not None for each in timed(make("llama"), sample_of("llama")).values())
@@ -193,6 +193,17 @@ def test_what_cannot_be_read_is_measured_again(text):
     path.write_text(edited)
     timed(make("llama"), sample_of("llama"))
     assert path.read_text() != edited
+
+
+def test_each_measurement_of_the_machine_has_its_own_times(monkeypatch):
+    """So a file of another speed, or a run that measures again, gets times of its own, and leaves the others alone."""
+    fast = dataclasses.replace(MACHINE, device=dataclasses.replace(MACHINE.device, fp32_flops=1e15))
+    first, _ = timed(make("llama"), sample_of("llama")), timed(make("llama"), sample_of("llama"), hardware=fast)
+    assert Machine(DEVICE).blocks_path(fast).is_file()
+    monkeypatch.setattr("outcore.probe.kept_blocks.measure_blocks", None)  # kept ones are not measured again
+    assert timed(make("llama"), sample_of("llama")) == first
+    Machine(DEVICE)._keep(Measured(hardware=MACHINE, effort="quick", at="now", versions=versions()))
+    assert not any(Machine(DEVICE).blocks_path(hardware).exists() for hardware in (MACHINE, fast))
 
 
 class Strange(nn.Module):
@@ -317,7 +328,7 @@ def test_ranks_share_the_cores_that_compute():
 
 def test_a_frozen_head_is_another_rest():
     timed(make("llama"), sample_of("llama"))
-    path, model = Machine(DEVICE).blocks_path, make("llama")
+    path, model = Machine(DEVICE).blocks_path(MACHINE), make("llama")
     number = len(KeptBlocks.load(path).blocks)
     model.lm_head.requires_grad_(requires_grad=False)
     timed(model, sample_of("llama"))

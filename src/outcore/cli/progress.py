@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,12 @@ WORTH_SAYING = 0.01  # of the time: a lane that is waited for less is not mentio
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one optimizer step did."""
+    """What the optimizer steps since the report before did."""
 
+    step: int
+    """The last of these steps, counted from the beginning of the run."""
+    seconds: float
+    """Time that they took, without evaluation and saving."""
     loss: float
     tokens: int
     moved_bytes: int
@@ -29,7 +32,7 @@ class StepReport:
     exposed_s: Mapping[str, float]
     """Lane -> seconds that the run has waited for that lane since the run began."""
     of_predicted: float | None = None
-    """The step's time over its predicted time."""
+    """A step's time over its predicted time."""
 
 
 Show = Callable[[StepReport], None]
@@ -37,32 +40,34 @@ Show = Callable[[StepReport], None]
 
 @contextmanager
 def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Show]:
-    """Yield a function that shows a step: loss, tokens/s, the lane most waited for, bytes moved and time left.
+    """Yield a function that shows steps: loss, tokens/s, the lane most waited for, bytes moved and time left.
 
     Args:
         console: A terminal gets a bar, which stays as it was at the end; anything else gets plain lines.
         steps: Steps of the whole run.
         done: How many of them an earlier run did.
     """
-    start_s, step, tokens = time.perf_counter(), done, 0
+    took_s, tokens, before, every = 0.0, 0, done, max(1, steps // LINES)
 
     def parts(report: StepReport) -> Iterator[str]:
-        nonlocal step, tokens
-        step, tokens = step + 1, tokens + report.tokens
-        return _parts(report, tokens, time.perf_counter() - start_s)
+        nonlocal took_s, tokens
+        took_s, tokens = took_s + report.seconds, tokens + report.tokens
+        return _parts(report, tokens, took_s)
 
     if console.is_terminal:
         room = console.width - _bar_width(console) - len(f"step {steps}/{steps} 00:00:00   ") - 1
         with _bar(console) as bar:
             task = bar.add_task("train", total=steps, completed=done, status="")
-            yield lambda report: bar.update(task, advance=1, status=_fitting(parts(report), room))
+            yield lambda report: bar.update(task, completed=report.step, status=_fitting(parts(report), room))
         return
 
     def line(report: StepReport) -> None:
-        text = "  ".join(parts(report))
-        if step in (done + 1, steps) or step % max(1, steps // LINES) == 0:
-            left_s = (time.perf_counter() - start_s) / (step - done) * (steps - step)
+        nonlocal before
+        text, step = "  ".join(parts(report)), report.step
+        if before == done or step == steps or step // every > before // every:
+            left_s = took_s / (step - done) * (steps - step)
             console.print(f"step {step}/{steps}  {text}  {left_s:.0f} s left", soft_wrap=True)
+        before = step
 
     yield line
 
@@ -91,12 +96,12 @@ def _fitting(parts: Iterator[str], room: int) -> str:
     return said
 
 
-def _parts(report: StepReport, tokens: int, elapsed_s: float) -> Iterator[str]:
+def _parts(report: StepReport, tokens: int, took_s: float) -> Iterator[str]:
     yield f"loss {report.loss:.3f}"
-    yield f"{tokens / elapsed_s:,.0f} tokens/s"
+    yield f"{tokens / took_s:,.0f} tokens/s"
     lane, seconds = max(report.exposed_s.items(), key=lambda item: item[1], default=("", 0.0))
-    if seconds > WORTH_SAYING * elapsed_s:
-        yield f"{seconds / elapsed_s:.0%} waiting for {lane}"
+    if seconds > WORTH_SAYING * took_s:
+        yield f"{seconds / took_s:.0%} waiting for {lane}"
     if report.of_predicted is not None:
         yield f"{report.of_predicted:.2f} of predicted"
     yield f"{format_bytes(report.moved_bytes)} moved"

@@ -87,10 +87,10 @@ class Machine:
         drives = sorted({str(_existing(folder).stat().st_dev) for folder in self.disks})
         return cache_folder() / ("-".join(["hardware", self._told, *([_digest(drives)] if drives else [])]) + ".json")
 
-    @property
-    def blocks_path(self) -> Path:
-        """File of the seconds of blocks. These do not depend on drives."""
-        return cache_folder() / f"blocks-{self._told}.json"
+    def blocks_path(self, hardware: Hardware) -> Path:
+        """Return the file of the seconds of blocks, which are converted to the device's speed by a measurement."""
+        told = _digest([json.dumps(dataclasses.asdict(hardware.device), sort_keys=True)])
+        return cache_folder() / f"blocks-{self._told}-{told}.json"
 
     @property
     def _told(self) -> str:
@@ -132,7 +132,8 @@ class Machine:
         with suppress(ConfigError, OSError):  # the folder cannot be written to: measure again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             found.save(path)
-            self.blocks_path.unlink(missing_ok=True)  # blocks are measured again, too
+            for blocks in path.parent.glob(f"blocks-{self._told}-*.json"):  # blocks are measured again, too
+                blocks.unlink(missing_ok=True)
 
     def at_hand(self) -> Hardware:
         """Return the kept hardware. If there is none, measure quickly and warn about it.

@@ -1,4 +1,4 @@
-"""Kept seconds of blocks, beside the measurement of their machine, so that the same inputs give the same plan.
+"""Kept seconds of blocks, for each measurement of their machine, so that the same inputs give the same plan.
 
 A block is identified by its class, its printed form, shapes and dtypes of its parameters and arguments, and autocast.
 """
@@ -85,7 +85,7 @@ def with_times(
     """
     calls = calls_of(cut, sample, device.torch_device)
     names = _names(cut, sample, [*calls.kinds], device)
-    path = Machine(device.torch_device).blocks_path
+    path = Machine(device.torch_device).blocks_path(hardware)
     kept = _kept(path)
     known: dict[str, UnitTimes | None] = {name: UnitTimes(*seconds) for name, seconds in kept.blocks.items()}
     if not all(name in known for name in names):

@@ -195,9 +195,18 @@ def _reports(
     model: LlamaForCausalLM, optimizer: StreamedOptimizer, data: Iterator[plain_loop.Batch], steps: int
 ) -> Iterator[StepReport]:
     tokens = plain_loop.BATCH_SIZE * plain_loop.SEQUENCE
-    for loss, _ in _streamed(model, optimizer, data, steps, micro_batches=1):
-        moved_bytes = sum(optimizer.traffic().values())
-        yield StepReport(loss=loss, tokens=tokens, moved_bytes=moved_bytes, exposed_s=optimizer.exposed_s())
+    before_s = time.perf_counter()
+    for step, (loss, _) in enumerate(_streamed(model, optimizer, data, steps, micro_batches=1), start=1):
+        now_s = time.perf_counter()
+        yield StepReport(
+            step=step,
+            seconds=now_s - before_s,
+            loss=loss,
+            tokens=tokens,
+            moved_bytes=sum(optimizer.traffic().values()),
+            exposed_s=optimizer.exposed_s(),
+        )
+        before_s = now_s
 
 
 @torch.no_grad()

@@ -15,8 +15,7 @@ from outcore.cli.plan.answer import Answer, Question, answer_for, machine_for
 from outcore.cli.plan.known import Known
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes, format_rate
-from outcore.planning.homes.reservations import tier_bytes
-from outcore.spec.plan import TIERS, Tier
+from outcore.spec.plan import TIERS
 
 MOST = 5
 """How many models are planned for: the largest that fit."""
@@ -87,7 +86,7 @@ def to_text(found: Fits) -> str:
 def _row(known: Known, answer: Answer) -> tuple[str, ...]:
     link, part = _binding(answer)
     [((policy, tier), _)] = answer.policies.most_common(1)
-    sizes = (format_bytes(nbytes) if nbytes else "-" for nbytes in _taken(answer).values())
+    sizes = (format_bytes(nbytes) if nbytes else "-" for nbytes in answer.found.plan.tier_bytes.values())
     step, tokens = f"{answer.found.simulation.step_s:.4g} s", format_rate(answer.tokens_per_s)
     return (
         known.name,
@@ -103,10 +102,6 @@ def _row(known: Known, answer: Answer) -> tuple[str, ...]:
 def _binding(answer: Answer) -> tuple[str, float]:
     binding = answer.found.simulation.binding
     return max(binding.items(), key=lambda pair: pair[1], default=("compute", 1.0))
-
-
-def _taken(answer: Answer) -> dict[Tier, int]:
-    return tier_bytes(answer.spec, answer.found.plan)
 
 
 def _too_large(found: Fits) -> Iterator[str]:
@@ -129,7 +124,7 @@ def to_json(found: Fits) -> str:
                 "predicted_tokens_per_s": answer.tokens_per_s,
                 "binding": dict(answer.found.simulation.binding),
                 "activations": answer.ways(),
-                "reserved_bytes": _taken(answer),
+                "reserved_bytes": dict(answer.found.plan.tier_bytes),
             }
             for known, answer in found.answers
         ],

@@ -138,9 +138,8 @@ def with_room(model: ModelSpec, plan: Plan, limits: Limits, *, clipping: bool) -
     if clipping and plan.accumulation_steps is None and can_be_plain(model, plan):
         made = tuple(pool for pool in plan.pools if pool.kind == "temporary")
         plan = dataclasses.replace(plan, plain=True, pools=made)  # the others serve what moves or changes its form
-        plan = dataclasses.replace(plan, tier_bytes=dict(tier_bytes(model, plan).items()))
-    left = room_bytes(model, plan, limits)
-    return dataclasses.replace(plan, kept_bytes=left if any(u.policy != "keep" for u in plan.units) else 0)
+    left = room_bytes(model, plan, limits) if any(unit.policy != "keep" for unit in plan.units) else 0
+    return dataclasses.replace(plan, kept_bytes=left, tier_bytes=dict(tier_bytes(model, plan).items()))
 
 
 def room_bytes(model: ModelSpec, plan: Plan, limits: Limits) -> int:

@@ -44,6 +44,8 @@ class Comparison:
     def __init__(self, predicted: PredictedStep | None) -> None:
         """Args: predicted: The prediction; None: there is none."""
         self._predicted = predicted
+        self._skipped = 0
+        """Steps of the lines that have a step of the warm-up."""
         self._took_s: list[float] = []
         self._off: list[Mapping[str, Any]] = []
         self._is_said = False
@@ -65,9 +67,12 @@ class Comparison:
         ratio = self.ratio(lap["step_s"])
         if ratio is None:
             return None
+        has_warm_up = len(self._took_s) < _WARM_UP
         self._took_s += [lap["step_s"]] * steps
-        is_off = len(self._took_s) > _WARM_UP and abs(ratio - 1) > _OFF
-        self._off = [*self._off, *[lap] * steps] if is_off else []
+        if has_warm_up:
+            self._skipped = len(self._took_s)
+            return None
+        self._off = [*self._off, *[lap] * steps] if abs(ratio - 1) > _OFF else []
         if len(self._off) < _FOR or self._is_said:
             return None
         self._is_said = True
@@ -80,7 +85,7 @@ class Comparison:
 
     def closing(self) -> dict[str, str]:
         """Return one sentence for the end of a run; empty without a prediction."""
-        took_s = self._took_s[_WARM_UP:] or self._took_s
+        took_s = self._took_s[self._skipped :] or self._took_s
         if self._predicted is None or not took_s:
             return {}
         median_s = statistics.median(took_s)
@@ -102,7 +107,7 @@ class Comparison:
         part = max(expected, key=lambda name: abs(measured(name) - expected[name]))
         took = f"{measured(part):.3g} s a step instead of {expected[part]:.3g} s"
         what = f"compute takes {took}" if part == COMPUTE else f"it waits for lane {part} {took}"
-        median_s = statistics.median(lap["step_s"] for lap in self._off)
+        steps, median_s = len(self._off), statistics.median(lap["step_s"] for lap in self._off)
         return (
-            f"steps take {median_s:.3g} s, {self.ratio(median_s):.2f} of what was predicted, for {_FOR} steps: {what}"
+            f"steps take {median_s:.3g} s, {self.ratio(median_s):.2f} of what was predicted, for {steps} steps: {what}"
         )

@@ -155,6 +155,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             moved_bytes, exposed_s = sum(self._optimizer.traffic().values()), self._optimizer.exposed_s()
             self._show(
                 StepReport(
+                    step=state.global_step,
+                    seconds=steps * lap["step_s"],
                     loss=logs["loss"],
                     tokens=tokens,
                     moved_bytes=moved_bytes,
