@@ -20,7 +20,7 @@ from outcore.planning.homes.reservations import tier_bytes
 from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import balanced_share
 from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.search.candidates import ALL_DISK, ALL_HOST, Candidate, Kind, moved
+from outcore.planning.search.candidates import ALL_DEVICE, ALL_DISK, ALL_HOST, TIGHT, Candidate, Kind, moved
 from outcore.planning.search.job import Job
 from outcore.planning.search.looks import Looks, Simulated
 from outcore.planning.search.search import Found, _Search, search
@@ -214,6 +214,17 @@ def test_room_that_a_change_left_goes_to_nearer_kinds_of_the_plan():
     loose = dataclasses.replace(full, kinds=(near,) * (count - 2) + (far,) * (11 - count + 2))
     assert 2 < count < 11
     assert full in itertools.islice(search._around(loose, alone=True), 2)
+
+
+def test_host_memory_that_units_on_the_device_leave_goes_to_the_next_units():
+    """Units are filled from the first on. So those on the device were in host memory before, and leave room there."""
+    search = _Search(job_of(16, 4, 6, 40))
+    filled = search._fill(search._choice.uniform(ALL_DISK, TIGHT), ALL_HOST)
+    moved = search._fill(filled, ALL_DEVICE)
+    number, before = (each.kinds.count(kind) for each, kind in ((moved, ALL_DEVICE), (filled, ALL_HOST)))
+    assert 2 < number < before
+    more = {near.kinds.count(ALL_HOST) for near in search._nearer(filled, ALL_HOST) if near.kinds[0] == ALL_DEVICE}
+    assert more == {before - number, before - 1}, "the root has no data, and counted before"
 
 
 @pytest.mark.parametrize(("num_layers", "host"), [(4, 2.5), (12, 6)])

@@ -281,9 +281,10 @@ class _Search:
         """Yield the starts of the search that fit: see [Note: how it is found]."""
         today = self.like(self._looks.today, self._job.ways[0])
         yield from filter(self._fits, [today])
+        early = (0.5, 1.0) if self._looks.may_be_early else ()
         for several in self._looks.simulated.over(self._best_filled, list(dict.fromkeys(ways))):
             for filled in several:
-                yield from self._eager(filled)
+                yield from (filled, *filter(self._fits, (replace(filled, early=part) for part in early)))
 
     def _best_filled(self, away: Away | None) -> list[Candidate]:
         """Return the fillings of one way with activations that are to be compared by their bounds."""
@@ -296,23 +297,22 @@ class _Search:
         is_small = self._is_small
         for far in self._far(away):
             starts = [far, replace(far, share=self._share), replace(far, share=self._share, comfort=TIGHT)]
-            starts += [self._with_root(far, kind) for kind in (ALL_DEVICE, KINDS[2], ALL_DISK) if is_small]
+            roots = (ALL_DEVICE, KINDS[2], ALL_DISK) if is_small else ()
+            starts += [replace(far, kinds=(kind, *far.kinds[1:])) for kind in roots]
             starts += [replace(far, share=1.0)] if is_small else []
             starts += [replace(far, comfort=TIGHT)] if self._job.saved or is_small else []  # leaves room
             for start in starts:
-                for middle in (start, *(self._fill(start, kind) for kind in KINDS[1:4])):
-                    nearer = (
-                        self._fill(middle, kind, first=first) for kind in KINDS[:3] for first in range(1 + is_small)
-                    )
-                    yield from (middle, *nearer)
+                for middle in (None, *KINDS[1:4]):
+                    yield from self._nearer(start if middle is None else self._fill(start, middle), middle)
 
-    def _with_root(self, candidate: Candidate, kind: Kind) -> Candidate:
-        return replace(candidate, kinds=(kind, *candidate.kinds[1:]))
-
-    def _eager(self, candidate: Candidate) -> Iterator[Candidate]:
-        yield candidate
-        if self._looks.may_be_early:
-            yield from filter(self._fits, (replace(candidate, early=early) for early in (0.5, 1.0)))
+    def _nearer(self, filled: Candidate, middle: Kind | None) -> Iterator[Candidate]:
+        """Yield a filling, and fillings with a near kind for the first units. Their room goes to the next units."""
+        yield filled
+        for kind, first in itertools.product(KINDS[:3], range(1 + self._is_small)):
+            yield (nearer := self._fill(filled, kind, first=first))
+            if middle is not None:
+                count = sum(1 for _ in itertools.takewhile(kind.__eq__, nearer.kinds[first:]))
+                yield self._fill(nearer, middle, first=first + count)
 
     def _far(self, away: Away | None) -> Iterator[Candidate]:
         """Yield candidates with only the root on the device, as much as fits in host memory, and the rest on disk.
