@@ -403,6 +403,20 @@ def test_damaged_hardware_and_unknown_models(command: Run, config_json: Path, tm
     assert (done.status, done.out) == (2, "")
 
 
+def test_rows_must_fit_into_a_table_of_positions(command: Run, tmp_path: Path):
+    """OPT's table has two more rows than positions. Rotary positions have no end."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+    opt = {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32, "vocab_size": 128}
+    llama = {"model_type": "llama", "intermediate_size": 64, "vocab_size": 64}
+    for config, seq_len, status in ((opt, 64, 0), (opt, 65, 2), (llama, 65, 0)):
+        (tmp_path / "config.json").write_text(json.dumps({**sizes, **config}))
+        done = command("plan", "--model", tmp_path / "config.json", "--hardware", "rtx-4090", "--seq-len", seq_len)
+        assert done.status == status, done.err
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **opt}))
+    done = command("plan", "--model", tmp_path / "config.json", "--hardware", "rtx-4090", "--seq-len", 65)
+    assert "--seq-len: expected at most 64, since 'opt' has a table of 64 positions, but got 65" in done.err
+
+
 def test_what_is_said_while_planning_is_a_notice(command, monkeypatch):
     def warn(*_: object) -> None:
         warnings.warn("this machine was measured", stacklevel=1)

@@ -151,6 +151,11 @@ DATA: list[Case] = [
     option("data", "{latin:latin.jsonl}", "latin.jsonl.*UTF-8"),
     option("eval-data", "{missing}", "--eval-data '.*missing': expected"),
     option("set", "completion_only_loss=true", "completion_only_loss: expected rows of prompt and completion, .* text"),
+    (
+        "rows longer than the table of positions",
+        {"--model": "{short}"},
+        "--seq-len: expected at most 16, since 'gpt2' has a table of 16 positions, but got 32; set --seq-len 16",
+    ),
     ("nothing left to learn", {"--data": "{long_prompts}"}, "--data: expected rows with something to learn.*--seq-len"),
     (
         "other kind to evaluate on",
@@ -241,6 +246,10 @@ class World:
     def config(self, change: str = "vocab_size=260") -> Path:
         key, value = change.split("=")
         return write_json(self._folder / "config.json", {**CONFIG, key: json.loads(value)})
+
+    def short(self) -> Path:
+        config = {"model_type": "gpt2", "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        return write_json(self._folder / "short.json", config)
 
     def empty(self) -> Path:
         return self._file("empty.jsonl", "")

@@ -18,7 +18,7 @@ from outcore.choice import Options, Placed, Planner, Timed
 from outcore.cli.plan.known import known_models
 from outcore.cli.train.model.adapters import with_adapters
 from outcore.cli.train.model.quantization import Quantization, quantization_of
-from outcore.cli.train.model.source import ModelSource, build_model, find_shapes
+from outcore.cli.train.model.source import ModelSource, build_model, find_shapes, refuse_long
 from outcore.cli.train.settings.own import MOST_TOKENS, RunPrecision
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
@@ -257,6 +257,7 @@ def answer_for(
     limits = _limits(question, hardware)
     source = source.quantised(question.quantization, has_adapters=question.lora is not None)
     model = build_model(source, precision)
+    refuse_long(model, question.seq_len)
     if question.lora is not None:
         model = with_adapters(model, {"r": question.lora, "target_modules": "all-linear", "task_type": "CAUSAL_LM"})
     optimizer = optimizer_named(question.optim, model, question.master_format)

@@ -18,7 +18,7 @@ from outcore.api import close, free_budget, plan_for, plan_in_time, prepare
 from outcore.cli.train.data.load import Data, load_data
 from outcore.cli.train.model.adapters import lora_config, with_adapters
 from outcore.cli.train.model.reference import Planned, plan_both
-from outcore.cli.train.model.source import ModelSource, build_model, find_model, load_tokenizer
+from outcore.cli.train.model.source import ModelSource, build_model, find_model, load_tokenizer, refuse_long
 from outcore.cli.train.output.predicted import Comparison, PredictedStep
 from outcore.cli.train.output.report import Expected
 from outcore.cli.train.settings.own import MOST_TOKENS
@@ -264,6 +264,7 @@ class Job:
 def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budget) -> Planned:
     """Plan what is trained."""
     model = build_model(source, settings.precision)
+    refuse_long(model, args.max_length)
     if settings.lora is not None:
         model = with_adapters(model, settings.lora)
     kind, options = optimizer_for(args, model)

@@ -19,6 +19,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,6 +43,7 @@ from outcore.spec.model import Precision
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _COUNTS = re.compile("(layers?|blocks|experts)$")
 _MOST = 10_000  # modules of a kind: more would take minutes and gigabytes to build, before anything is planned
+_UNUSED_POSITIONS = 2  # a table of OPT has two rows that no position uses
 _CONFIG_BYTES = 2**24  # a longer file is something else
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_FILES = (
@@ -188,6 +190,28 @@ def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
                 "or remove it"
             ) from error
     return model
+
+
+def refuse_long(model: PreTrainedModel, seq_len: int | None) -> None:
+    """Raise if rows may be longer than the model's table of positions. Models with rotary positions have none.
+
+    Args:
+        model: Without adapters.
+        seq_len: Tokens of the longest row; None: unknown.
+
+    Raises:
+        ConfigError: Rows may be longer.
+    """
+    config = model.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    if seq_len is None or not isinstance(most, int) or seq_len <= most:
+        return
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    if any(most <= size <= most + _UNUSED_POSITIONS and size != config.vocab_size for size in tables):
+        raise ConfigError(
+            f"--seq-len: expected at most {most}, since '{config.model_type}' has a table of {most} positions, but got "
+            f"{seq_len}; set --seq-len {most}"
+        )
 
 
 def load_tokenizer(
