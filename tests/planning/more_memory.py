@@ -23,7 +23,7 @@ from outcore.spec.plan import POLICIES
 from .fixed_policies import settings
 from .near_best import random_job
 
-FACTORS = (1.0, 1.3, 2.0)
+FACTORS = (1.0, 1.03, 1.1, 1.3, 2.0)
 TIERS = ("device_bytes", "host_bytes", "disk_bytes")
 WAYS = (None, Away("device", "select"), *(Away("host", p) for p in POLICIES), *(Away("disk", p) for p in POLICIES))
 
