@@ -10,7 +10,7 @@ from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.pools import Comfort, pools_for
 from outcore.planning.paper.schedule import usual_visits
 from outcore.planning.timing.simulate import simulate
-from outcore.spec.plan import TIERS, Plan, UnitPlan
+from outcore.spec.plan import TIERS, Plan, Pool, UnitPlan
 
 from .models import layered
 from .test_search import MIB, rates_of
@@ -50,6 +50,15 @@ def test_never_more_is_in_use_than_is_reserved(states: str, slots: int):
     if states == "disk":
         assert loads["host", "slots for states"].peak_bytes > 0
         assert loads["disk", "homes"].peak_bytes == sum(18 / 18 * u.update_bytes * 3 for u in MODEL.units)
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_what_updates_make_is_in_use_while_they_run(tier: str):
+    pool = Pool(tier=tier, kind="temporary", slot_bytes=4096, num_slots=1)
+    plan = plan_of()
+    load = loads_of(dataclasses.replace(plan, pools=(*plan.pools, pool)))[tier, "slots for temporary"]
+    assert load.reserved_bytes == 4096
+    assert {nbytes for _, nbytes in load.moments} == ({0, 4096} if tier == "host" else {0}), "all updates run there"
 
 
 def test_activations_are_those_of_each_visit_until_the_next():

@@ -15,6 +15,7 @@ from outcore.planning.homes.reservations import reservations
 from outcore.planning.paper.schedule import Circumstances
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import PlayedSteps, play_steps
+from outcore.spec.lanes import Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, Pool, Tier
 from outcore.spec.schedule import Operation, Visit
@@ -108,6 +109,8 @@ def _slots(plan: Plan, steps: PlayedSteps, window: _Interval) -> Iterator[Load]:
             end = f" of {nbytes} bytes on {tier}"
             names = [name for name in used if name.startswith(f"{kind} slot ") and name.endswith(end)]
             intervals += [(interval, nbytes) for name in names for interval in used[name]]
+        if kind == "temporary":  # no operation names it: what an update makes is there while it runs
+            intervals = [(interval, max(pool.slot_bytes for pool in mine)) for interval in _updates(steps, tier)]
         yield _load(tier, f"slots for {kind}", sum(pool.total_bytes for pool in mine), intervals, window)
 
 
@@ -126,6 +129,13 @@ def _tenancies(steps: PlayedSteps) -> Mapping[str, list[_Interval]]:
                 begun_s, until_s = found[where][-1]
                 found[where][-1] = (begun_s, max(until_s, end_s))
     return found
+
+
+def _updates(steps: PlayedSteps, tier: Tier) -> Iterator[_Interval]:
+    """Yield when updates run on the host or the device."""
+    for op, place in zip(steps.operations, steps.laid.places, strict=True):
+        if op.kind in ("update", "update early") and (op.lane == Lane.UPDATE.value) == (tier == "host"):
+            yield steps.played.start[place], steps.played.end[place]
 
 
 def _activations(steps: PlayedSteps, alive: Mapping[tuple[str, bool], int]) -> Iterator[tuple[_Interval, int]]:
