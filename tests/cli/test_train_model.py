@@ -342,12 +342,12 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         config(model_type="own", auto_map={"AutoConfig": "x.Y"}),
         r"its own code \(auto_map\) is not run",
     ),
-    "too many layers": (config(num_hidden_layers=10**9), "at most 10,000 layers.* has num_hidden_layers 1,000,000,000"),
-    "too many layers of GPT-2": (config(config=GPT2, n_layer=10**9), "at most 10,000 layers.* n_layer 1,000,000,000"),
+    "too many layers": (config(num_hidden_layers=10**9), "1 to 10,000 layers.* has num_hidden_layers 1,000,000,000"),
+    "too many layers of GPT-2": (config(config=GPT2, n_layer=10**9), "1 to 10,000 layers.* n_layer 1,000,000,000"),
     "too many blocks": (config(config={"model_type": "xlstm"}, num_blocks=10**9), "num_blocks 1,000,000,000"),
     "too many experts": (
         config(text_config={"num_local_experts": 10**8}),
-        "at most 10,000 .* has num_local_experts 100,000,000",
+        "1 to 10,000 .* has num_local_experts 100,000,000",
     ),
     "quantized": (
         config(quantization_config={"quant_method": "gptq"}),

@@ -41,6 +41,7 @@ from outcore.saving.weights.quantize import quantized
 from outcore.spec.model import Precision
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _COUNTS = re.compile("(layers?|blocks|experts)$")
 _MOST = 10_000  # modules of a kind: more would take minutes and gigabytes to build, before anything is planned
 _UNUSED_POSITIONS = 2  # a table of OPT has two rows that no position uses
@@ -374,10 +375,10 @@ def _check_config(where: str, raw: dict[str, Any]) -> None:
             f"{advice}"
         )
     for key, number in _counts(raw):
-        if number > _MOST:
+        if not int(key in _LAYERS) <= number <= _MOST:
             raise ConfigError(
-                f"{where}: expected a model that can be built, of at most {_MOST:,} layers or experts, but "
-                f"{_CONFIG} has {key} {number:,}; correct it"
+                f"{where}: expected a model that can be built, of 1 to {_MOST:,} layers and at most as many experts, "
+                f"but {_CONFIG} has {key} {number:,}; correct it"
             )
     said = raw.get("quantization_config")
     if said is not None and not (isinstance(said, dict) and said.get("quant_method") in ("bitsandbytes", "torchao")):
