@@ -207,8 +207,9 @@ def refuse_long(model: PreTrainedModel, seq_len: int | None) -> None:
     most = getattr(config, "max_position_embeddings", None)
     if seq_len is None or not isinstance(most, int) or seq_len <= most:
         return
+    vocabulary = getattr(config, "vocab_size", None)
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    if any(most <= size <= most + _UNUSED_POSITIONS and size != config.vocab_size for size in tables):
+    if any(most <= size <= most + _UNUSED_POSITIONS and size != vocabulary for size in tables):
         raise ConfigError(
             f"--seq-len: expected at most {most}, since '{config.model_type}' has a table of {most} positions, but got "
             f"{seq_len}; set --seq-len {most}"
