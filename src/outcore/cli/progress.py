@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class StepReport:
     moved_bytes: int
     """Bytes given to all lanes since the run began."""
     exposed_s: Mapping[str, float]
-    """Lane -> seconds that the run has waited for that lane since the run began."""
+    """Lane -> seconds that these steps waited for that lane."""
     of_predicted: float | None = None
     """A step's time over its predicted time."""
 
@@ -48,11 +49,13 @@ def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Show]:
         done: How many of them an earlier run did.
     """
     took_s, tokens, before, every = 0.0, 0, done, max(1, steps // LINES)
+    waited_s = Counter[str]()
 
     def parts(report: StepReport) -> Iterator[str]:
         nonlocal took_s, tokens
         took_s, tokens = took_s + report.seconds, tokens + report.tokens
-        return _parts(report, tokens, took_s)
+        waited_s.update(report.exposed_s)
+        return _parts(report, tokens, took_s, waited_s)
 
     if console.is_terminal:
         room = console.width - _bar_width(console) - len(f"step {steps}/{steps} 00:00:00   ") - 1
@@ -96,10 +99,10 @@ def _fitting(parts: Iterator[str], room: int) -> str:
     return said
 
 
-def _parts(report: StepReport, tokens: int, took_s: float) -> Iterator[str]:
+def _parts(report: StepReport, tokens: int, took_s: float, waited_s: Mapping[str, float]) -> Iterator[str]:
     yield f"loss {report.loss:.3f}"
     yield f"{tokens / took_s:,.0f} tokens/s"
-    lane, seconds = max(report.exposed_s.items(), key=lambda item: item[1], default=("", 0.0))
+    lane, seconds = max(waited_s.items(), key=lambda item: item[1], default=("", 0.0))
     if seconds > WORTH_SAYING * took_s:
         yield f"{seconds / took_s:.0%} waiting for {lane}"
     if report.of_predicted is not None:

@@ -195,18 +195,18 @@ def _reports(
     model: LlamaForCausalLM, optimizer: StreamedOptimizer, data: Iterator[plain_loop.Batch], steps: int
 ) -> Iterator[StepReport]:
     tokens = plain_loop.BATCH_SIZE * plain_loop.SEQUENCE
-    before_s = time.perf_counter()
+    before_s, waited_s = time.perf_counter(), optimizer.exposed_s()
     for step, (loss, _) in enumerate(_streamed(model, optimizer, data, steps, micro_batches=1), start=1):
-        now_s = time.perf_counter()
+        now_s, exposed_s = time.perf_counter(), optimizer.exposed_s()
         yield StepReport(
             step=step,
             seconds=now_s - before_s,
             loss=loss,
             tokens=tokens,
             moved_bytes=sum(optimizer.traffic().values()),
-            exposed_s=optimizer.exposed_s(),
+            exposed_s={lane: seconds - waited_s.get(lane, 0.0) for lane, seconds in exposed_s.items()},
         )
-        before_s = now_s
+        before_s, waited_s = now_s, exposed_s
 
 
 @torch.no_grad()

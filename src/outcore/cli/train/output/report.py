@@ -152,15 +152,14 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             lap = self._meter.lap(steps=steps, tokens=tokens) | self._planned.comparison.facts()
             self._add_up(logs["loss"], steps, tokens, steps * lap["step_s"])
             self._write(line | _training(logs) | lap | {"peak_bytes": self._planned.peak_bytes})
-            moved_bytes, exposed_s = sum(self._optimizer.traffic().values()), self._optimizer.exposed_s()
             self._show(
                 StepReport(
                     step=state.global_step,
                     seconds=steps * lap["step_s"],
                     loss=logs["loss"],
                     tokens=tokens,
-                    moved_bytes=moved_bytes,
-                    exposed_s=exposed_s,
+                    moved_bytes=sum(self._optimizer.traffic().values()),
+                    exposed_s={lane: steps * seconds for lane, seconds in lap["exposed_s"].items()},
                     of_predicted=self._planned.comparison.ratio(lap["step_s"]),
                 )
             )
