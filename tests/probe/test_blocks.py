@@ -198,7 +198,8 @@ def test_what_cannot_be_read_is_measured_again(text):
 def test_each_measurement_of_the_machine_has_its_own_times(monkeypatch):
     """So a file of another speed, or a run that measures again, gets times of its own, and leaves the others alone."""
     fast = dataclasses.replace(MACHINE, device=dataclasses.replace(MACHINE.device, fp32_flops=1e15))
-    first, _ = timed(make("llama"), sample_of("llama")), timed(make("llama"), sample_of("llama"), hardware=fast)
+    first, other = (timed(make("llama"), sample_of("llama"), hardware=each) for each in (MACHINE, fast))
+    assert other != first, "it was measured by itself"
     assert Machine(DEVICE).blocks_path(fast).is_file()
     monkeypatch.setattr("outcore.probe.kept_blocks.measure_blocks", None)  # kept ones are not measured again
     assert timed(make("llama"), sample_of("llama")) == first
