@@ -90,3 +90,25 @@ def test_in_fp16_nothing_is_kept_that_a_run_under_autocast_recomputes(config_jso
     assert found.found.plan.kept_bytes > 0
     assert {unit.policy for unit in found.found.plan.units[1:]} == {policy for policy, _ in found.policies}
     assert ("keep", "device") in kept.policies
+
+
+@pytest.mark.parametrize("is_accelerator", [True, False], ids=["accelerator", "cpu"])
+def test_an_accelerators_attention_drops_out_as_it_computes(config_json: Path, tmp_path: Path, is_accelerator: bool):
+    """A CPU has no such kernel: with dropout it makes matrices of queries x keys."""
+    machine, block = known_hardware("rtx-4090"), "transformer.h.0"
+    device = dataclasses.replace(machine.device, runs_ahead=float(is_accelerator))
+    dataclasses.replace(machine, device=device).save(tmp_path / "hardware.json")
+    works, saved, budget = [], [], {"device_memory": "1GiB", "host_memory": "1GiB"}
+    for rate in (0.0, 0.5):
+        shape = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        config_json.write_text(json.dumps({"model_type": "gpt2", **shape, "attn_pdrop": rate}))
+        profile = answer(asked(config_json, tmp_path / "hardware.json", seq_len=512, **budget)).setting.profile
+        assert profile.footprint is not None
+        works.append(profile.work[block])
+        saved.append(profile.footprint.saved[block])
+    if is_accelerator:
+        assert works[1] == works[0]
+        assert saved[1].select < saved[0].select  # what draws random numbers is computed again
+        assert saved[1].keep == saved[0].keep
+    else:
+        assert works[1].moved_bytes > works[0].moved_bytes

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ from outcore.optim.joined import members
 from outcore.optim.rules import rule_for
 from outcore.planning.forward.activations import footprint_of
 from outcore.planning.forward.footprint import as_run
+from outcore.planning.forward.fused import fused_dropout
 from outcore.planning.homes.occupancy import Load, occupancy, peak_of
 from outcore.planning.homes.placement import Least, least
 from outcore.planning.homes.pools import LEAST, pools_for
@@ -307,7 +309,7 @@ class _Asking:
 
     def answer(self, over: Callable[..., Iterable[Any]]) -> Answer:
         """Choose as a run would."""
-        with self._autocast:
+        with self._as_in_a_run():
             return self._chosen(over)
 
     def _chosen(self, over: Callable[..., Iterable[Any]]) -> Answer:
@@ -357,12 +359,14 @@ class _Asking:
         self._cut, (_, placed) = fastest(_sharings(ranks), self._cut, timed, make)
         return placed
 
-    @property
-    def _autocast(self) -> torch.autocast:
-        """Autocast as a run has it."""
-        return torch.autocast(
-            self._machine.torch_device.type, torch.float16, enabled=self._cut.spec.precision == "fp16"
-        )
+    @contextmanager
+    def _as_in_a_run(self) -> Iterator[None]:
+        """Autocast as a run has it, and attention as its device computes it."""
+        machine, is_fp16 = self._machine, self._cut.spec.precision == "fp16"
+        with torch.autocast(machine.torch_device.type, torch.float16, enabled=is_fp16), ExitStack() as following:
+            if not machine.has_host_memory and machine.torch_device.type == "cpu":
+                following.enter_context(fused_dropout())
+            yield
 
     @cached_property
     def _times(self) -> dict[str, UnitTimes]:
@@ -381,7 +385,7 @@ class _Asking:
         """Follow the model on shapes; if that is impossible, estimate its work from its parameters alone."""
         cut, sample, device = self._cut, self._sample(batch_size), self._machine.torch_device
         try:
-            with self._autocast:
+            with self._as_in_a_run():
                 more, times = batch_size / self._question.batch_size, self._times
                 work = counted_work(cut, sample, device)
                 for name, each in times.items():

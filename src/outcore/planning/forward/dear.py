@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from outcore.planning.forward.fused import draws_as_fused
 from outcore.torch_private import OpOverload, pytree
 
 DEAR_FLOP_PER_BYTE = 200
@@ -71,6 +72,8 @@ def is_dear(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], re
 
 def _draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether it draws random numbers: if saved, it would not draw again, and later ones would draw others."""
+    if draws_as_fused():
+        return True
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = [argument.name for argument in func._schema.arguments]
