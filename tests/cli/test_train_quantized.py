@@ -11,9 +11,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
+from outcore.cli.plan.answer import answer
 from outcore.core import extra
 
 from .conftest import CONFIG, Run, read_jsonl
+from .test_plan import asked
 
 pytest.importorskip("bitsandbytes")
 pytestmark = [
@@ -145,6 +147,15 @@ def test_a_missing_library_is_one_sentence(command: Run, weights: Path, text: Pa
         "--load-in-4bit: expected the package bitsandbytes, but it is not installed; pip install 'outcore[quantized"
         in (done.err)
     )
+
+
+def test_time_to_unpack_matrices_is_planned(weights: Path):
+    """Half a byte is read for each weight, and two are written, in forward and in backward."""
+    usual = asked(weights, Path("rtx-4090"), lora=2, load_in_4bit=True, device_memory="1GiB", host_memory="1GiB")
+    found = answer(usual)
+    packed = sum(p.numel for p in found.spec.units[1].params if p.name.endswith("base_layer.weight"))
+    assert packed > 0
+    assert found.setting.profile.work[found.spec.units[1].name].unpacked_bytes == 5 * packed
 
 
 def test_planned(command: Run, weights: Path):

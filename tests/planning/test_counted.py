@@ -148,6 +148,11 @@ def test_it_takes_time_by_what_it_is_bound_by():
     rates = rates_for(hardware, spec, {"": one})
     assert rates.forward_s[""] == pytest.approx(1)
     assert rates.backward_s[""] == pytest.approx(2)
+    quantised = UnitWork(product_flops=0, attention_flops=0, moved_bytes=rate, unpacked_bytes=rate)
+    rates = rates_for(hardware, spec, {"": quantised})
+    assert rates.forward_s[""] == pytest.approx(2)
+    assert rates.backward_s[""] == pytest.approx(3)
+    assert rates.selected_forward_s[""] == pytest.approx(1)  # products are saved
 
 
 def test_a_model_that_needs_values_says_so():

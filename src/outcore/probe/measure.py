@@ -72,7 +72,10 @@ class Effort:
     steps: int
     """Steps of a small model, for the engine's time per visit."""
     rounds: int = 1
-    """Rounds of all measurements but the engine's time per visit; the median of the rounds counts."""
+    """Rounds of all measurements but the engine's time per visit; the median of the rounds counts.
+
+    Since a machine changes its speed in moments of seconds, every round measures everything.
+    """
     of_caches: int = 0
     """Least size of these buffers in multiples of the processor's last-level caches. A run's data outgrows those."""
 
@@ -125,12 +128,11 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
         if disks:
             store = closing.enter_context(DiskStore.open(list(disks), effort.disk_bytes))
         visits = visit_times(open_device, effort.steps)
-        probe, name = _Probe(device, effort, closing), device_name(device.torch_device)
-        computing = probe.device_part()
-        links = probe.links(store)
+        probe, name = _Probe(device, effort, closing, store), device_name(device.torch_device)
+        rates, links = probe.measured()
     return Hardware(
         name=name,
-        device=computing,
+        device=_device(rates, device),
         bus=_bus(links),
         host=_host(links, visits, device),
         disk=None if store is None else _disk(links, disks, store),
@@ -152,20 +154,63 @@ class _Links(NamedTuple):
         return min(max(sum(self.left[pair]), 0.5), 2.0)
 
 
+class _Round(NamedTuple):
+    """What one round found."""
+
+    computing: dict[str, float]
+    """Figure of the device -> its rate."""
+    alone: dict[tuple[str, int], float]
+    """Link and size -> seconds of a copy or transfer."""
+    usual: dict[str, float]
+    """Link -> its rate with the largest size."""
+    left: dict[tuple[str, str], tuple[float, ...]]
+    """Two links -> the parts of their speeds that remain while both run."""
+
+
 class _Probe:
     """Measures with buffers and workers of its own, which are closed with the stack."""
 
-    def __init__(self, device: Device, effort: Effort, closing: ExitStack) -> None:
+    def __init__(self, device: Device, effort: Effort, closing: ExitStack, store: DiskStore | None) -> None:
         self._device, self._effort, self._closing = device, effort, closing
+        self._window_s = effort.window_s / effort.rounds
         least = 2 * effort.sizes[-1]
         wanted = max(effort.buffer_bytes, effort.of_caches * cache_bytes())
         most = min(wanted, host_free_bytes() // _OF_FREE, device.memory_bytes() // _OF_FREE)
         self._buffer_bytes = max(least, most // least * least)
+        there = device.allocate(self._buffer_bytes)
+        there.zero_()
+        self._computing = self._compute_loads(there)
+        self._moves = self._without_slow(self._move_loads(there, store))
+        workers = closing.enter_context(UpdateWorkers.beside(device))
+        self._shared = [each[max(each)] for each in self._moves.values()]
+        self._shared.append(work.updates(device, workers, self._host_memory(self._buffer_bytes)))
+        if device.computes_on_host:
+            self._shared.append(work.half_blocks(device))
 
-    def device_part(self) -> DevicePart:
-        """Measure the device."""
+    def measured(self) -> tuple[dict[str, float], _Links]:
+        """Measure the device's rates and all links; the median of the rounds counts."""
+        rounds = [self._round() for _ in range(self._effort.rounds)]
+        alone = _middle([found.alone for found in rounds])
+        left = {
+            pair: tuple(map(median, zip(*(found.left[pair] for found in rounds), strict=True)))
+            for pair in rounds[0].left
+        }
+        lines = {link: line({size: alone[link, size] for size in each}) for link, each in self._moves.items()}
+        usual = _middle([found.usual for found in rounds])
+        return _middle([found.computing for found in rounds]), _Links(lines, usual, left)
+
+    def _round(self) -> _Round:
+        sized = [(link, size, load) for link, each in self._moves.items() for size, load in each.items()]
+        return _Round(
+            {name: _rate(load(), self._window_s) for name, load in self._computing.items()},
+            {(link, size): size / _rate(load, self._window_s) for link, size, load in sized},
+            {load.link: _rate(load, self._window_s) for load in self._shared},
+            self._left(self._shared),
+        )
+
+    def _compute_loads(self, updated: torch.Tensor) -> dict[str, Callable[[], Load]]:
+        """Return what makes the device's loads. Each frees its memory before the next one is made."""
         device, through_bytes = self._device, self._effort.sizes[-1]
-        updated = device.allocate(self._buffer_bytes)
         loads: dict[str, Callable[[], Load]] = {
             "fp32_flops": partial(work.products, device, _FLOAT32),
             "bf16_flops": partial(work.products, device, _BFLOAT16),
@@ -175,54 +220,15 @@ class _Probe:
             "plain_update_parameters_per_s": partial(work.plain_updates, device, self._buffer_bytes),
             "kernels": partial(work.kernels, device, _KERNELS),
         }
-        if device.computes_on_host:
-            loads |= {"blocks_per_s": partial(work.blocks, device)}
-        rates = self._in_rounds(lambda window_s: {name: _rate(load(), window_s) for name, load in loads.items()})
-        return DevicePart(
-            memory_bytes=device.total_bytes() / (2 if device.has_host_memory else 1),
-            kernel_s=1 / rates.pop("kernels"),
-            **rates,
-            runs_ahead=float(not device.computes_on_host),
-            sources=_measured(DevicePart, "runs_ahead", *({"blocks_per_s"} - loads.keys()))
-            | {"memory_bytes": "half of host memory" if device.has_host_memory else "of the device"},
-        )
+        return loads | ({"blocks_per_s": partial(work.blocks, device)} if device.computes_on_host else {})
 
-    def links(self, store: DiskStore | None) -> _Links:
-        """Measure everything else: each link alone at several sizes, then links in pairs."""
-        moves = self._moves(store)
-        points = self._alone(moves)
-        workers = self._closing.enter_context(UpdateWorkers.beside(self._device))
-        loads = [each[max(points[link])] for link, each in moves.items()]
-        loads.append(work.updates(self._device, workers, self._host_memory(self._buffer_bytes)))
-        if self._device.computes_on_host:
-            loads.append(work.half_blocks(self._device))
-        usual = self._in_rounds(lambda window_s: {load.link: _rate(load, window_s) for load in loads})
-        rounds = [self._left(loads) for _ in range(self._effort.rounds)]
-        left = {pair: tuple(map(median, zip(*(found[pair] for found in rounds), strict=True))) for pair in rounds[0]}
-        return _Links({link: line(found) for link, found in points.items()}, usual, left)
-
-    def _alone(self, moves: Mapping[str, Mapping[int, Load]]) -> dict[str, dict[int, float]]:
-        """Return the seconds of copies and transfers that run alone: link -> size -> seconds."""
-        *_, usual = sizes = self._effort.sizes
-        part_s = self._effort.window_s / self._effort.rounds
-
-        def seconds(link: str, size: int, window_s: float) -> float:
-            return size / _rate(moves[link][size], window_s)
-
-        long = [(link, size) for link, each in moves.items() for size in each if size > usual]
-        is_fast = all(size / usual * seconds(link, usual, part_s) <= _LONGEST_S for link, size in long)
-        pairs = [*itertools.product(moves, sizes), *(long if is_fast else [])]
-        found = self._in_rounds(lambda window_s: {pair: seconds(*pair, window_s) for pair in pairs})
-        return {link: {size: found[link, size] for name, size in pairs if name == link} for link in moves}
-
-    def _in_rounds(self, measure: Callable[[float], dict[_Key, float]]) -> dict[_Key, float]:
-        """Measure several things in turn, again and again, since a machine changes its speed; the median counts.
-
-        Args:
-            measure: Measures all, each for the given seconds.
-        """
-        rounds = [measure(self._effort.window_s / self._effort.rounds) for _ in range(self._effort.rounds)]
-        return {name: median(found[name] for found in rounds) for name in rounds[0]}
+    def _without_slow(self, moves: dict[str, dict[int, Load]]) -> dict[str, dict[int, Load]]:
+        """Leave out the longest transfers if one takes too long on this drive."""
+        *_, usual = self._effort.sizes
+        long = [(each[usual], size) for each in moves.values() for size in each if size > usual]
+        if all(size / _rate(load, self._window_s) <= _LONGEST_S for load, size in long):
+            return moves
+        return {link: {size: load for size, load in each.items() if size <= usual} for link, each in moves.items()}
 
     def _left(self, loads: Sequence[Load]) -> dict[tuple[str, str], tuple[float, ...]]:
         """Return the parts of their speeds that two loads keep beside each other, by links.
@@ -239,11 +245,9 @@ class _Probe:
             left[pair[0].link, pair[1].link] = tuple(both[load.link] / alone[load.link] for load in pair)
         return left
 
-    def _moves(self, store: DiskStore | None) -> dict[str, dict[int, Load]]:
+    def _move_loads(self, there: torch.Tensor, store: DiskStore | None) -> dict[str, dict[int, Load]]:
         """Make loads of copies and transfers: link -> size -> load."""
-        half, sizes = self._buffer_bytes // 2, self._effort.sizes
-        here, there = self._host_memory(self._buffer_bytes), self._device.allocate(self._buffer_bytes)
-        there.zero_()
+        half, sizes, here = self._buffer_bytes // 2, self._effort.sizes, self._host_memory(self._buffer_bytes)
         ways = {Lane.H2D: (there[:half], here[:half]), Lane.D2H: (here[half:], there[half:])}
         found = {
             lane.value: {size: work.copies(self._device, lane, *way, size) for size in sizes}
@@ -272,9 +276,25 @@ def memory_of_host(device: Device, nbytes: int, closing: ExitStack) -> torch.Ten
     return memory
 
 
+def _middle(rounds: Sequence[dict[_Key, float]]) -> dict[_Key, float]:
+    return {name: median(found[name] for found in rounds) for name in rounds[0]}
+
+
 def _rate(load: Load, window_s: float) -> float:
     load.turn()  # so that kernels are chosen and memory is touched
     return usual_speed(load, window_s)
+
+
+def _device(rates: Mapping[str, float], device: Device) -> DevicePart:
+    found = dict(rates)
+    return DevicePart(
+        memory_bytes=device.total_bytes() / (2 if device.has_host_memory else 1),
+        kernel_s=1 / found.pop("kernels"),
+        **found,
+        runs_ahead=float(not device.computes_on_host),
+        sources=_measured(DevicePart, "runs_ahead", *({"blocks_per_s"} - found.keys()))
+        | {"memory_bytes": "half of host memory" if device.has_host_memory else "of the device"},
+    )
 
 
 def _bus(links: _Links) -> BusPart:

@@ -2,7 +2,7 @@
 
 Matrix products take the FLOP of torch's own table. Causal attention counts half, as in the probe's measurement.
 Everything else is taken to be bound by the bytes that it reads and writes. A lookup in a table reads no more of the
-table than it returns.
+table than it returns. Before a product with a matrix of 4 bits, an accelerator unpacks that to the dtype of the rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from outcore.torch_private import TorchDispatchMode, pytree
 _Sums = defaultdict[str, float]
 _VIEWS = {"_unsafe_view"}  # views that torch does not mark as such
 _LOOKED_UP = {"embedding", "index", "index_select", "gather"}
+_FROM_4_BITS = "gemm_4bit"
 _ATTENTION, _OPERANDS = "scaled_dot_product", 3
 
 
@@ -57,6 +58,7 @@ def _work_of(sums: _Sums) -> UnitWork:
         attention_flops=sums["attention_flops"],
         frozen_flops=sums["frozen_flops"],
         moved_bytes=sums["moved_bytes"],
+        unpacked_bytes=sums["unpacked_bytes"],
         kernels=sums["kernels"],
     )
 
@@ -142,6 +144,8 @@ class _Counter(TorchDispatchMode):
             operands = [t for t in given if t.is_floating_point()][-2:]
             work["product_flops"] += flops
             work["frozen_flops"] += flops * max(2 - sum(t.requires_grad for t in operands), 0)
+            if _FROM_4_BITS in name:
+                work["unpacked_bytes"] += _unpacked_bytes(args[0], args[1], result)
         else:
             work["moved_bytes"] += sum(t.nbytes for t in (2 * made if name in _LOOKED_UP else [*made, *given]))
         work["kernels"] += 1
@@ -151,6 +155,11 @@ class _Counter(TorchDispatchMode):
 def _has_causal(module: nn.Module) -> bool:
     """Whether some attention in the module is causal, as attention modules of Transformers say."""
     return any(getattr(part, "is_causal", False) is True for part in module.modules())
+
+
+def _unpacked_bytes(rows: torch.Tensor, packed: torch.Tensor, made: torch.Tensor) -> int:
+    """Return what unpacking a matrix moves. Kernels that unpack as they multiply win for few rows only."""
+    return packed.nbytes + rows.shape[-1] * made.shape[-1] * made.itemsize
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

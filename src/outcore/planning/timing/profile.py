@@ -57,6 +57,9 @@ class UnitWork:
     """FLOP of products that backward need not do, because operands require no gradient."""
     moved_bytes: float = 0.0
     """Bytes that all other kernels read and write."""
+    unpacked_bytes: float = 0.0
+    """Bytes that unpacking quantised weights reads and writes. Backward unpacks each once more; under the policy
+    ``select`` nothing else does, since products are saved."""
     kernels: float = 0.0
     """Number of kernels."""
     measured: UnitTimes | None = None
@@ -205,25 +208,26 @@ class _Computing:
     def forward_s(self, work: UnitWork) -> float:
         if work.measured is not None:
             return self._slower * work.measured.forward_s
-        return self._seconds(work, work.product_flops, work.attention_flops, 1)
+        return self._seconds(work, work.product_flops, work.attention_flops, work.moved_bytes + work.unpacked_bytes)
 
     def backward_s(self, work: UnitWork) -> float:
         if work.measured is not None:
             return self._slower * work.measured.backward_s
-        return self._seconds(work, 2 * work.product_flops - work.frozen_flops, 2.5 * work.attention_flops, 2)
+        products, moved_bytes = 2 * work.product_flops - work.frozen_flops, 2 * work.moved_bytes + work.unpacked_bytes
+        return self._seconds(work, products, 2.5 * work.attention_flops, moved_bytes)
 
     def selected_s(self, work: UnitWork) -> float:
         """Return the seconds of a forward without its products and attention."""
         if work.measured is not None:
             return max(self.forward_s(work) - self._dear_s(work.product_flops, work.attention_flops), 0.0)
-        return self._seconds(work, 0, 0, 1)
+        return self._seconds(work, 0, 0, work.moved_bytes)
 
     def launch_s(self, work: UnitWork) -> float:
         """Seconds to launch a forward. Backward takes as long: see [Note: launching] in probe.small_block."""
         return work.kernels * self._device.kernel_s if work.measured is None else work.measured.launch_s
 
-    def _seconds(self, work: UnitWork, products: float, attentions: float, rest: float) -> float:
-        computing = self._dear_s(products, attentions) + rest * work.moved_bytes / self._device.bytes_per_s
+    def _seconds(self, work: UnitWork, products: float, attentions: float, moved_bytes: float) -> float:
+        computing = self._dear_s(products, attentions) + moved_bytes / self._device.bytes_per_s
         launching = self.launch_s(work)
         return max(computing, launching) if self._device.runs_ahead else computing + launching
 
