@@ -309,6 +309,16 @@ def test_a_library_that_keeps_weights_elsewhere(folder, monkeypatch):
         outcore.prepare(model, trained(model), budget=outcore.Budget(device="8MiB", host="8MiB"))
 
 
+def test_experts_that_stay_as_they_are_are_named():
+    """Transformers stacks their matrices, and bitsandbytes quantises linear layers alone."""
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = AutoConfig.for_model("mixtral", hidden_size=32, intermediate_size=64, num_local_experts=4, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"48.00 KiB of others stay in bfloat16, such as '.*experts.gate_up_proj'"):
+        outcore.quantized(model, KINDS["nf4"])
+
+
 def test_refused(folder, tmp_path):
     with torch.device("meta"):
         model = LlamaForCausalLM(sizable().config)

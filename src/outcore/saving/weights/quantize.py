@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +13,11 @@ from torch.nn import Parameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.extra import refuse_missing
+from outcore.core.quantities import format_bytes
 from outcore.planning.units.quantized import FULL_DTYPE, QUANTIZER, is_quantized, kind_of
+
+_DIMENSIONS, _WORTH_SAYING = 2, 0.01
+"""Dimensions of a linear layer's weight, and the part of all parameters above which others are worth a warning."""
 
 
 def quantized(model: nn.Module, config: Any) -> nn.Module:
@@ -28,6 +33,9 @@ def quantized(model: nn.Module, config: Any) -> nn.Module:
 
     Returns:
         The same model.
+
+    Warns:
+        UserWarning: Much of the model is in no linear layer, so it stays as it is: stacked matrices of experts.
 
     Raises:
         ConfigError: The library is not installed, ``config`` is no such configuration, or the model is not a
@@ -66,7 +74,21 @@ def quantized(model: nn.Module, config: Any) -> nn.Module:
             _wrap_on_meta(module, config, model.dtype)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
+    _say_what_stays(model)
     return model
+
+
+def _say_what_stays(model: nn.Module) -> None:
+    """Warn of large weights in no linear layer: Transformers stacks the matrices of experts, for example."""
+    stacked = {n: p for n, p in model.named_parameters() if p.dim() > _DIMENSIONS and not is_quantized(p)}
+    nbytes, params = sum(p.nbytes for p in stacked.values()), sum(p.numel() for p in stacked.values())
+    if params > sum(p.numel() for p in model.parameters()) * _WORTH_SAYING:
+        first, *_ = stacked
+        warnings.warn(
+            f"quantized: only matrices of linear layers become smaller; {format_bytes(nbytes)} of others stay in "
+            f"{str(model.dtype).removeprefix('torch.')}, such as '{first}'",
+            stacklevel=3,
+        )
 
 
 def _make_tables() -> None:

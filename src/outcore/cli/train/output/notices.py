@@ -36,6 +36,7 @@ def notices(*, are_shown: bool = True) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("always")  # the handler drops what was said already
         warnings.simplefilter("ignore", DeprecationWarning)  # meant for the authors of libraries
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")  # PEFT asks by the old name
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # torch then makes a context itself
         warnings.showwarning = handler.warn
         for log in loggers:
