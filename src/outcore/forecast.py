@@ -201,5 +201,14 @@ def named_hardware(named: str | Path) -> Hardware:
     Raises:
         ConfigError: There is no such machine.
     """
+    if Path(named).is_dir():
+        raise ConfigError(
+            f"hardware: expected a JSON file, or names of parts, but '{named}' is a folder; name its file"
+        )
     is_file = isinstance(named, Path) or named.endswith(".json") or Path(named).is_file()
-    return Hardware.load(named) if is_file else known_hardware(str(named))
+    if not is_file:
+        return known_hardware(str(named))
+    try:
+        return Hardware.load(named)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; correct the file, or measure the machine again with outcore probe") from error

@@ -342,12 +342,15 @@ def test_optimizers_whose_parameters_ranks_cut_elsewhere_or_not_at_all(command: 
     [
         (("--hardware", "rtx4090"), "the nearest is 'rtx-4090'"),
         (("--hardware", "none.json"), "expected a readable JSON file at 'none.json'"),
+        (("--hardware", "/"), "hardware: expected a JSON file, or names of parts, but '/' is a folder"),
+        (("--hardware", "h100", "--gpus-per-node", "8", "--host-memory", "7"), "0 bytes for each of 8 ranks, but got"),
+        (("--hardware", "h100", "--gpus-per-node", "8", "--disk-size", "7"), "--disk-size: expected more than 0 bytes"),
         (("--hardware", "h100", "--device-memory", "0"), "--device-memory: expected more than 0 bytes"),
         (("--hardware", "h100", "--host-memory", "-1GiB"), "--host-memory: expected bytes"),
         (("--hardware", "h100+no-disk", "--disk-size", "1TB"), "expected a machine with a disk"),
         (("--hardware", "h100", "--precision", "fp8"), "--precision: expected one of fp32, bf16, pure_bf16"),
         (("--hardware", "h100", "--device-memory", "10KiB"), "no placement fits"),
-        (("--hardware", "h100", "--master-format", "bf16"), "expected master_format to be one of fp32, compact"),
+        (("--hardware", "h100", "--master-format", "bf16"), "--master-format: expected one of fp32, compact, but"),
         (("--hardware", "h100", "--optim", "galore_adamw"), "--optim: expected one of adamw_torch_fused, adamw_torch,"),
         (("--hardware", "h100", "--seq-len", "1000000000"), "expected at most 67,108,864 tokens in a micro-batch"),
         (("--hardware", "h100", "--grad-accum", "100000"), "--grad-accum: expected at most 1,024 micro-batches"),
@@ -391,7 +394,8 @@ def test_files_that_cannot_be_written_are_refused_before_the_search(
 def test_damaged_hardware_and_unknown_models(command: Run, config_json: Path, tmp_path: Path):
     machine = json.loads(known_hardware("h100").to_json())
     for part, name, value, message in (
-        ("bus", "h2d_bytes_per_s", -1, "bus: h2d_bytes_per_s: expected a number"),
+        ("bus", "h2d_bytes_per_s", -1, "from 1 to 1e+19, but got -1; correct the file, or measure the machine again"),
+        ("bus", "h2d_bytes_per_s", 10**400, f"but got {10**79}; correct"),
         ("device", "memory_bytes", 1, "--device-memory: expected more than 0 bytes, but got 0.9 from 'h100'"),
     ):
         changed = {**machine, part: {**machine[part], name: value}}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.integrations.muon import MuonBesideAdamW, settings_of_muon
 from outcore.optim import Lion, Rule, State
+from outcore.optim.formats import MASTER_FORMATS
 from outcore.spec.model import StateFormat
 
 
@@ -154,10 +155,11 @@ def optimizer_named(name: str, model: nn.Module, master_format: str = "fp32") ->
     """Build an optimizer, to see what it keeps for each parameter.
 
     Raises:
-        ConfigError: The name is not one of ``OPTIMIZERS``.
+        ConfigError: The name is not one of ``OPTIMIZERS``, or the format not one of ``MASTER_FORMATS``.
     """
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"--optim: expected one of {', '.join(OPTIMIZERS)}, but got '{name}'")
+    for flag, got, known in (("--optim", name, OPTIMIZERS), ("--master-format", master_format, MASTER_FORMATS)):
+        if got not in known:
+            raise ConfigError(f"{flag}: expected one of {', '.join(known)}, but got '{got}'")
     named = _NAMED[name]
     kind, options = _for_model(named, {"lr": 1e-3, **named.options}, model, {})
     optimizer = kind([param for param in model.parameters() if param.requires_grad], **options)

@@ -165,11 +165,11 @@ class Hardware(Described):
         data = cls._fields_in(text, where)
         if data.get("version", HARDWARE_VERSION) != HARDWARE_VERSION:
             raise ConfigError(
-                f"{where}: expected version {HARDWARE_VERSION}, but got {data['version']!r}; measure the machine again "
-                "with this version of outcore"
+                f"{where}: expected version {HARDWARE_VERSION}, but got {data['version']!r}; it was measured by "
+                "another version of outcore"
             )
         if not isinstance(data["name"], str):
-            raise ConfigError(f"{where}: name: expected a string, but got {data['name']!r}")
+            raise ConfigError(f"{where}: name: expected a string, but got {data['name']!r:.80}")
         kinds = {"device": DevicePart, "bus": BusPart, "host": HostPart, **_MAY_BE_MISSING}
         parts = {name: _part(kind, data.get(name), f"{where}: {name}") for name, kind in kinds.items()}
         return cls(name=data["name"], **parts)  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def _refuse_numbers(data: Mapping[str, Any], where: str) -> None:
     for name, value in data.items():
         if name == "sources":
             if not isinstance(value, Mapping) or not all(isinstance(s, str) for pair in value.items() for s in pair):
-                raise ConfigError(f"{where}: sources: expected names of fields with sentences, but got {value!r}")
+                raise ConfigError(f"{where}: sources: expected names of fields with sentences, but got {value!r:.80}")
             continue
         if name in _PARTS:
             _refuse_parts(value, f"{where}: {name}")
@@ -199,14 +199,14 @@ def _refuse_numbers(data: Mapping[str, Any], where: str) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         most, least = _AT_MOST.get(name, _MOST), _AT_LEAST.get(name, 0.0 if name in _ZERO_IS_FINE else 1.0)
         if not is_number or not least <= value <= most:  # written so that NaN is refused, too
-            raise ConfigError(f"{where}: {name}: expected a number from {least:g} to {most:g}, but got {value!r}")
+            raise ConfigError(f"{where}: {name}: expected a number from {least:g} to {most:g}, but got {value!r:.80}")
 
 
 def _refuse_parts(parts: object, where: str) -> None:
     """Refuse unknown names, and values that are not numbers from 0 to 1."""
     if not isinstance(parts, Mapping) or not all(name in _SHARING and _is_part(part) for name, part in parts.items()):
         raise ConfigError(
-            f"{where}: expected numbers from 0 to 1 under names of {', '.join(_SHARING)}, but got {parts!r}"
+            f"{where}: expected numbers from 0 to 1 under names of {', '.join(_SHARING)}, but got {parts!r:.80}"
         )
 
 

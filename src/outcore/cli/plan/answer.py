@@ -411,13 +411,15 @@ def _precision(name: str) -> Precision:
 
 def _limits(question: Question, hardware: Hardware) -> Limits:
     """Return the budgets of one rank: as given, else shares of the machine, divided among the ranks of a node."""
+    count = question.gpus_per_node
 
-    def given(text: str | None, flag: str, default: float) -> int:
-        nbytes = int(default) if text is None else parse_bytes(text, what=flag)
+    def given(text: str | None, flag: str, default: float, shares: int = 1) -> int:
+        nbytes = (int(default) if text is None else parse_bytes(text, what=flag)) // shares
         if not nbytes:
             of_machine = f"{default:g} from '{hardware.name}'; correct its file, or set the option"
             got = of_machine if text is None else f"'{text}'"
-            raise ConfigError(f"{flag}: expected more than 0 bytes, but got {got}")
+            each = f" for each of {shares} ranks" if shares > 1 else ""
+            raise ConfigError(f"{flag}: expected more than 0 bytes{each}, but got {got}")
         return nbytes
 
     disk = hardware.disk
@@ -426,11 +428,10 @@ def _limits(question: Question, hardware: Hardware) -> Limits:
             f"--disk-size: expected a machine with a disk, but '{hardware.name}' has none; leave the option out, or "
             "name a machine with one, or measure this one with outcore probe --disk-dir"
         )
-    count = question.gpus_per_node
     device = hardware.device.memory_bytes / (1 if hardware.device.runs_ahead else count)
-    disk_bytes = 0 if disk is None else given(question.disk_size, "--disk-size", _DISK_SHARE * disk.size_bytes)
+    disk_bytes = 0 if disk is None else given(question.disk_size, "--disk-size", _DISK_SHARE * disk.size_bytes, count)
     return Limits(
         device_bytes=given(question.device_memory, "--device-memory", _DEVICE_SHARE * device),
-        host_bytes=given(question.host_memory, "--host-memory", _HOST_SHARE * hardware.host.memory_bytes) // count,
-        disk_bytes=None if disk is None else disk_bytes // count,
+        host_bytes=given(question.host_memory, "--host-memory", _HOST_SHARE * hardware.host.memory_bytes, count),
+        disk_bytes=None if disk is None else disk_bytes,
     )
