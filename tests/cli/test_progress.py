@@ -30,9 +30,9 @@ def at(step: int, report: StepReport = REPORTS[0]) -> StepReport:
 
 def show(reports: list[StepReport], steps: int, *, is_terminal: bool = False, done: int = 0, width: int = 120) -> str:
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=width)
-    with progress(console, steps, done=done) as report:
+    with progress(console, steps, done=done) as shown:
         for one in reports:
-            report(one)
+            shown.report(one)
     return console.file.getvalue()
 
 
@@ -67,6 +67,15 @@ def test_reports_of_several_steps_count_them_all(is_terminal):
         lines = [line.split("  ") for line in text.splitlines()]
         assert [line[0] for line in lines] == ["step 12/18", "step 16/18", "step 18/18"]
         assert [line[-1] for line in lines] == ["1 s left", "0 s left", "0 s left"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_steps_that_are_not_reported_count_on_the_bar(is_terminal):
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=120)
+    with progress(console, 25) as shown:
+        shown.report(at(20))
+        shown.move_to(25)
+    assert ("25/25" in console.file.getvalue()) == is_terminal
 
 
 def test_a_terminal_shows_a_bar():

@@ -19,7 +19,7 @@ from outcore.choice import Timed
 from outcore.cli.train import job
 from outcore.cli.train.loop.nonfinite import FiniteSteps
 from outcore.cli.train.loop.trainer import SftTrainer
-from outcore.cli.train.output import predicted
+from outcore.cli.train.output import predicted, report, trace
 from outcore.cli.train.output.folder import Checkpoint, OutputFolder
 from outcore.cli.train.output.report import RunReport
 from outcore.cli.train.replan import may_fail_so
@@ -63,6 +63,7 @@ def train(command: Run, config_json: Path, text: Path, tmp_path: Path, monkeypat
     """Run a command whose steps all count as far off their prediction."""
     monkeypatch.setattr(predicted, "_OFF", -1.0)
     monkeypatch.setattr(predicted, "_FOR", 2)
+    monkeypatch.setattr(report, "WATCHED_STEPS", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(kept, "measure", slow_updates)
     MACHINE.save(tmp_path / "hardware.json")
@@ -183,11 +184,18 @@ def test_a_bug_is_not_taken_for_a_plan_that_fails(error: Exception, *, may: bool
 
 
 def test_where_the_same_plan_is_the_best_it_stays(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "measure", lambda *_: MACHINE)
+    """Later steps are compared with what is predicted for the machine as it was measured again."""
+    slower = dataclasses.replace(MACHINE.device, bytes_per_s=MACHINE.device.bytes_per_s / 2)
+    monkeypatch.setattr(kept, "measure", lambda *_: dataclasses.replace(MACHINE, device=slower))
     done = train("other", "--replan")
     assert done.status == 0, done.err
     assert "the plan stays the best one that is known" in done.out
-    assert [line["step"] for line in read_jsonl(tmp_path / "other" / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    lines = read_jsonl(tmp_path / "other" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    predicted_s = [line["predicted_step_s"] for line in lines]
+    before = OFF_AT - 1  # the line of a step is written after it is over
+    assert predicted_s == before * predicted_s[:1] + (STEPS - before) * predicted_s[-1:]
+    assert predicted_s[-1] > predicted_s[0]
     assert not list((tmp_path / "other").glob("checkpoint-*"))  # it did not stop in vain
 
 
@@ -283,7 +291,8 @@ def test_the_summary_is_of_the_whole_run(train, monkeypatch):
     assert f"{STEPS}, 2 of them without an update" in done.out
 
 
-def test_a_trace_is_of_the_plan_that_the_run_ends_with(train, tmp_path):
+def test_a_trace_is_of_the_plan_that_the_run_ends_with(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "WARM_UP_STEPS", 0)  # so that lanes are watched after the first trace
     done = train("other", "--replan", "--trace", tmp_path / "trace.json")
     assert done.status == 0, done.err
     assert "the run goes on with another plan" in done.out

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -36,12 +37,18 @@ class StepReport:
     """A step's time over its predicted time."""
 
 
-Show = Callable[[StepReport], None]
+class Shown(NamedTuple):
+    """Functions that show how far a run has come."""
+
+    report: Callable[[StepReport], None]
+    """Shows steps: loss, tokens/s, the lane most waited for, bytes moved and time left."""
+    move_to: Callable[[int], None]
+    """Moves the bar to a step of which nothing is reported."""
 
 
 @contextmanager
-def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Show]:
-    """Yield a function that shows steps: loss, tokens/s, the lane most waited for, bytes moved and time left.
+def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Shown]:
+    """Show how far a run has come while the block runs.
 
     Args:
         console: A terminal gets a bar, which stays as it was at the end; anything else gets plain lines.
@@ -61,7 +68,10 @@ def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Show]:
         room = console.width - _bar_width(console) - len(f"step {steps}/{steps} 00:00:00   ") - 1
         with _bar(console) as bar:
             task = bar.add_task("train", total=steps, completed=done, status="")
-            yield lambda report: bar.update(task, completed=report.step, status=_fitting(parts(report), room))
+            yield Shown(
+                lambda report: bar.update(task, completed=report.step, status=_fitting(parts(report), room)),
+                lambda step: bar.update(task, completed=step),
+            )
         return
 
     def line(report: StepReport) -> None:
@@ -72,7 +82,7 @@ def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Show]:
             console.print(f"step {step}/{steps}  {text}  {left_s:.0f} s left", soft_wrap=True)
         before = step
 
-    yield line
+    yield Shown(line, lambda _: None)
 
 
 def _bar(console: Console) -> Progress:

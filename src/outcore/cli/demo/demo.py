@@ -103,9 +103,9 @@ def _train(
         console.print(plan_table(optimizer.model_spec, optimizer.plan), markup=False, soft_wrap=True)
         before = _mean_loss(model, unseen, place)
         reports = _reports(model, optimizer, plain_loop.batches(training, seed=0), steps)
-        with progress(console, steps) as show:
+        with progress(console, steps) as shown:
             for report in reports:
-                show(report)
+                shown.report(report)
         after = _mean_loss(model, unseen, place)
         console.print(f"\n[bold]Loss on unseen text[/bold]  before {before:.3f}  after {after:.3f}")
         console.print("\n[bold]Sample[/bold]")

@@ -40,6 +40,9 @@ class Replanning:
         """The run with a better plan, and then as it was; empty if there is no better plan."""
         self.step = 0
         """The step at which the run stopped for a better plan."""
+        self.stays: Job | None = None
+        """The run with the plan that it has, as predicted for the machine that was measured; None: it was not, or there
+        is a better plan."""
         self.skipped = 0
         """Steps up to that one that made no update."""
 
@@ -56,6 +59,7 @@ class Replanning:
         before, after = old.model.predicted, new.model.predicted
         if before is None or after is None or after.step_s >= (1 - _WORTH) * before.step_s:
             self._say("the machine was measured again: the plan stays the best one that is known")
+            self.stays = old
             return False
         self._say(
             f"the machine was measured again: the run goes on with another plan; {after.step_s:.3g} s per step are "

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -97,22 +96,42 @@ def run_train(settings: Settings, crew: Crew = ALONE) -> None:
             if output.damaged:
                 why = "\n".join(output.damaged.values())
                 _say(terminal, "Damaged", f"{why}\nset aside; the run goes on from the one before")
-            other = Replanning(job, terminal, output)
-            with preemption_of(job, output.path) as preemption:
-                replan = partial(preemption.unless_asked, other.is_better) if settings.replan else None
-                with RunReport(terminal, output, trace, planned=job.expected(), replan=replan) as report:
-                    run = _Run(
-                        terminal=terminal,
-                        data=data,
-                        crew=crew,
-                        output=output,
-                        report=report,
-                        record=record,
-                        other=other,
-                        preemption=preemption,
-                    )
-                    if not _train(run, job):
-                        _go_on(run)
+            _begin(terminal, job, data, crew, output, trace, record)
+
+
+def _begin(
+    terminal: Terminal,
+    job: Job,
+    data: RunData,
+    crew: Crew,
+    output: OutputFolder,
+    trace: TraceFile | None,
+    record: RunRecord,
+) -> None:
+    """Train, and go on with another plan if one turns out to be better."""
+    other = Replanning(job, terminal, output)
+    with preemption_of(job, output.path) as preemption:
+
+        def replan(step: int) -> bool:
+            is_better = preemption.unless_asked(other.is_better, step)
+            if other.stays is not None:
+                report.expect(other.stays.expected())
+            return is_better
+
+        look = replan if job.settings.replan else None
+        with RunReport(terminal, output, trace, planned=job.expected(), replan=look) as report:
+            run = _Run(
+                terminal=terminal,
+                data=data,
+                crew=crew,
+                output=output,
+                report=report,
+                record=record,
+                other=other,
+                preemption=preemption,
+            )
+            if not _train(run, job):
+                _go_on(run)
 
 
 def _give_freed_memory_back() -> None:

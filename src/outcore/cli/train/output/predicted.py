@@ -7,33 +7,55 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, final
 
 from outcore.planning.timing.simulate import Simulation
-from outcore.spec.timeline import COMPUTE
+from outcore.spec.timeline import COMPUTE, Timeline
 
 _WARM_UP = 2  # steps in which kernels are chosen and the order of visits is learned
 _OFF, _FOR = 0.2, 20
+_COMPUTING = ("update", "device_update")
+_LEAST_PART = 0.25
+"""The part of a difference between steps that work on one lane must make up, to be called its cause."""
+
+
+class LaneTimes(NamedTuple):
+    """What lanes and compute do in a step, predicted or measured."""
+
+    busy_s: Mapping[str, float]
+    """Lane, or compute -> seconds in which it works."""
+    exposed_s: Mapping[str, float]
+    """Lane -> seconds that compute waits for the lane."""
+    moved_bytes: Mapping[str, float]
+    """Lane -> bytes."""
+
+    @classmethod
+    def of(cls, timeline: Timeline, steps: int) -> Self:
+        """Return the means over the steps of a timeline."""
+        columns = (timeline.busy_s(), timeline.exposed_s(), timeline.moved_bytes())
+        busy_s, exposed_s, moved_bytes = ({lane: n / steps for lane, n in each.items()} for each in columns)
+        exposed_s.pop(COMPUTE, None)
+        return cls(busy_s, exposed_s, moved_bytes)
+
+    def rate(self, lane: str) -> float:
+        """Return bytes per second of a lane; 0 if it moves none."""
+        return self.moved_bytes.get(lane, 0.0) / self.busy_s[lane] if self.busy_s.get(lane) else 0.0
 
 
 class PredictedStep(NamedTuple):
     """Predicted seconds of a step."""
 
     step_s: float
-    compute_s: float
-    exposed_s: Mapping[str, float]
-    """Lane -> seconds that compute waits for the lane."""
+    lanes: LaneTimes
 
     @classmethod
     def of(cls, simulation: Simulation) -> Self:
         """Return the mean of the simulated steps."""
-        timeline, step_s, steps = simulation.timeline, simulation.step_s, simulation.num_steps
-        exposed_s = {lane: s / steps for lane, s in timeline.exposed_s().items() if lane != COMPUTE}
-        return cls(step_s, timeline.busy_s()[COMPUTE] / steps, exposed_s)
+        return cls(simulation.step_s, LaneTimes.of(simulation.timeline, simulation.num_steps))
 
     def facts(self) -> dict[str, Any]:
         """Return the prediction's part of a line of metrics."""
         return {
             "predicted_step_s": self.step_s,
-            "predicted_compute_s": self.compute_s,
-            "predicted_exposed_s": dict(self.exposed_s),
+            "predicted_compute_s": self.lanes.busy_s[COMPUTE],
+            "predicted_exposed_s": dict(self.lanes.exposed_s),
         }
 
 
@@ -47,8 +69,9 @@ class Comparison:
         self._skipped = 0
         """Steps of the lines that have a step of the warm-up."""
         self._took_s: list[float] = []
-        self._off: list[Mapping[str, Any]] = []
-        self._is_said = False
+        self._off_s: list[float] = []
+        """Seconds of the last steps, if these were far off."""
+        self._is_explained = False
 
     def facts(self) -> dict[str, Any]:
         """Return the prediction's part of a line of metrics."""
@@ -58,30 +81,35 @@ class Comparison:
         """Return a measured time over the predicted one; None without a prediction."""
         return None if self._predicted is None or not self._predicted.step_s else step_s / self._predicted.step_s
 
-    def add(self, lap: Mapping[str, Any], steps: int) -> str | None:
-        """Count the steps of a line of metrics.
-
-        Returns:
-            A sentence on what was predicted wrongly, once, when steps have been far off for long enough; else None.
-        """
-        ratio = self.ratio(lap["step_s"])
+    def add(self, step_s: float, steps: int) -> None:
+        """Count the steps of a line of metrics. Args: step_s: Their mean."""
+        ratio = self.ratio(step_s)
         if ratio is None:
-            return None
+            return
         has_warm_up = len(self._took_s) < _WARM_UP
-        self._took_s += [lap["step_s"]] * steps
+        self._took_s += [step_s] * steps
         if has_warm_up:
             self._skipped = len(self._took_s)
-            return None
-        self._off = [*self._off, *[lap] * steps] if abs(ratio - 1) > _OFF else []
-        if len(self._off) < _FOR or self._is_said:
-            return None
-        self._is_said = True
-        return self._why()
+        else:
+            self._off_s = [*self._off_s, *[step_s] * steps] if abs(ratio - 1) > _OFF else []
 
     @property
     def is_off(self) -> bool:
-        """Whether ``add`` has returned that sentence."""
-        return self._is_said
+        """Whether steps have been far off for long enough, and nothing was said of it yet."""
+        return len(self._off_s) >= _FOR and not self._is_explained
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether ``why`` has been asked."""
+        return self._is_explained
+
+    def why(self, measured: LaneTimes) -> str:
+        """Return a sentence on what was predicted wrongly, once ``is_off``. Args: measured: Lanes in such steps."""
+        self._is_explained, median_s = True, statistics.median(self._off_s)
+        return (
+            f"steps take {median_s:.3g} s, {self.ratio(median_s):.2f} of what was predicted, for {len(self._off_s)} "
+            f"steps: {self._cause(measured, median_s)}"
+        )
 
     def closing(self) -> dict[str, str]:
         """Return one sentence for the end of a run; empty without a prediction."""
@@ -93,21 +121,27 @@ class Comparison:
         said = f"{self._predicted.step_s:.3g} s per step; the median took {median_s:.3g} s, {ratio:.2f} of it"
         return {"predicted": said}
 
-    def _why(self) -> str | None:
-        """Name what differs most: compute, or a lane that is waited for."""
-        found = self._predicted
-        if found is None:
-            return None
-        expected = {COMPUTE: found.compute_s, **found.exposed_s}
+    def _cause(self, measured: LaneTimes, step_s: float) -> str:
+        """Name the lane, or compute, whose work explains most of the difference; else the one that is waited for."""
+        if self._predicted is None:
+            raise AssertionError("there is no prediction")
+        expected, missing_s = self._predicted.lanes, step_s - self._predicted.step_s
 
-        def measured(part: str) -> float:
-            seconds = (lap["compute_s"] if part == COMPUTE else lap["exposed_s"].get(part, 0.0) for lap in self._off)
-            return statistics.median(seconds)
+        def explains(what: str, lane: str) -> float:
+            found, known = getattr(measured, what), getattr(expected, what)
+            return float((found.get(lane, 0.0) - known.get(lane, 0.0)) / missing_s) if missing_s else 0.0
 
-        part = max(expected, key=lambda name: abs(measured(name) - expected[name]))
-        took = f"{measured(part):.3g} s a step instead of {expected[part]:.3g} s"
-        what = f"compute takes {took}" if part == COMPUTE else f"it waits for lane {part} {took}"
-        steps, median_s = len(self._off), statistics.median(lap["step_s"] for lap in self._off)
-        return (
-            f"steps take {median_s:.3g} s, {self.ratio(median_s):.2f} of what was predicted, for {steps} steps: {what}"
-        )
+        part = max({**expected.busy_s, **measured.busy_s}, key=lambda lane: explains("busy_s", lane))
+        if explains("busy_s", part) < _LEAST_PART:
+            part = max({**expected.exposed_s, **measured.exposed_s}, key=lambda lane: explains("exposed_s", lane))
+            return f"compute waits for lane {part} {_instead(measured.exposed_s, expected.exposed_s, part)}"
+        took = _instead(measured.busy_s, expected.busy_s, part)
+        if part == COMPUTE:
+            return f"compute takes {took}"
+        rates = [lanes.rate(part) / 1e9 for lanes in (measured, expected)]
+        speed = " (at {:.3g} instead of {:.3g} GB/s)".format(*rates) if all(rates) and part not in _COMPUTING else ""
+        return f"lane {part} works {took}{speed}"
+
+
+def _instead(measured: Mapping[str, float], expected: Mapping[str, float], lane: str) -> str:
+    return f"{measured.get(lane, 0.0):.3g} s a step instead of {expected.get(lane, 0.0):.3g} s"

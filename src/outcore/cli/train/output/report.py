@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Self, TextIO, final
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from outcore.cli.progress import Show, StepReport, progress
+from outcore.cli.progress import Shown, StepReport, progress
 from outcore.cli.train.loop.nonfinite import finite
 from outcore.cli.train.output.folder import METRICS, PLAN, OutputFolder
-from outcore.cli.train.output.predicted import Comparison
+from outcore.cli.train.output.predicted import Comparison, LaneTimes
 from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.output.trace import StepTracer, TraceFile
 from outcore.core.quantities import format_bytes
@@ -29,6 +29,8 @@ from outcore.spec.plan import Tier
 
 # Names in a Trainer's logs whose values are written in another form: renamed, per step instead of per run, or by lane.
 _ELSEWHERE = ("learning_rate", "num_tokens", "moved_bytes", "exposed_s", "epoch")
+WATCHED_STEPS = 3
+"""Steps in which lanes are watched to say why steps are far off."""
 
 
 class Expected(NamedTuple):
@@ -65,7 +67,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         """
         self._console, self._output, self._trace = console, output, trace
         self._closing = ExitStack()
-        self._show: Show
+        self._shown: Shown
         self._file: TextIO
         self._optimizer: StreamedOptimizer
         self._replan = replan
@@ -102,7 +104,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         keep_until(path, state.global_step, is_evaluated=not comes_again)
         self._file = self._closing.enter_context(path.open("a"))
         shown = progress(self._console, state.max_steps, done=state.global_step)
-        self._show = self._closing.enter_context(shown)
+        self._shown = self._closing.enter_context(shown)
         recorder = self._optimizer.engine.device.recorder
         self._closing.enter_context(timing(self._optimizer.engine.model, recorder))
         if self._trace is not None:
@@ -119,7 +121,9 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             self._tracer.begin_step(state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Pause the meter for what may follow: another plan, evaluation, saving, or writing the trace."""
+        """Count the step, and pause the meter for what may follow: another plan, evaluation, saving, a trace."""
+        self._shown.move_to(state.global_step)
+        self._explain(state.global_step)
         self._stop_for_another_plan(state, control)
         self._pause_before(control)
         if self._tracer is not None and self._tracer.is_last(state.global_step):
@@ -152,7 +156,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             lap = self._meter.lap(steps=steps, tokens=tokens) | self._planned.comparison.facts()
             self._add_up(logs["loss"], steps, tokens, steps * lap["step_s"])
             self._write(line | _training(logs) | lap | {"peak_bytes": self._planned.peak_bytes})
-            self._show(
+            self._shown.report(
                 StepReport(
                     step=state.global_step,
                     seconds=steps * lap["step_s"],
@@ -163,20 +167,27 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
                     of_predicted=self._planned.comparison.ratio(lap["step_s"]),
                 )
             )
-            wrong = self._planned.comparison.add(lap, steps)
-            if wrong is not None:
-                hint = "" if self._replan else "; outcore probe measures the machine again"
-                self._console.print(f"step {state.global_step}: {wrong}{hint}", markup=False, soft_wrap=True)
+            self._planned.comparison.add(lap["step_s"], steps)
+            if self._planned.comparison.is_off:
+                self._meter.watch()
         elif any(name.startswith("eval_") for name in logs):
             values = {name: value for name, value in logs.items() if name not in _ELSEWHERE}
             self._write(line | values)
             said = "  ".join(f"{name} {value:.3f}" for name, value in values.items() if name.endswith("loss"))
             self._console.print(f"step {state.global_step}: {said}", soft_wrap=True)
 
+    def _explain(self, step: int) -> None:
+        """Say why steps are far off their prediction, once lanes have been watched."""
+        found = self._meter.watched()
+        if found is not None:
+            hint = "" if self._replan else "; outcore probe measures the machine again"
+            said = f"step {step}: {self._planned.comparison.why(found)}{hint}"
+            self._console.print(said, markup=False, soft_wrap=True)
+
     def _stop_for_another_plan(self, state: TrainerState, control: TrainerControl) -> None:
         """Stop after a checkpoint of this step if there is a better plan. Not where an epoch ends, nor between logs."""
         is_end = state.global_step == state.max_steps or state.epoch == int(state.epoch)
-        if self._replan is None or is_end or not (self._planned.comparison.is_off and control.should_log):
+        if self._replan is None or is_end or not (self._planned.comparison.is_explained and control.should_log):
             return
         replan, self._replan = self._replan, None
         self._meter.stop()
@@ -277,6 +288,28 @@ class _Meter:
     def __init__(self, optimizer: StreamedOptimizer) -> None:
         self._optimizer, self._device = optimizer, optimizer.engine.device
         self._begun = self._stopped = self._read()
+        self._watched: int | None = None
+        """Steps in which lanes have been watched; None: they are not."""
+
+    def watch(self) -> None:
+        """Begin to watch lanes in the next steps, unless they are being recorded already."""
+        if not self._device.recorder.is_on:
+            self._device.recorder.start(num_steps=WATCHED_STEPS)
+            self._watched = 0
+
+    def watched(self) -> LaneTimes | None:
+        """Count a step. Returns what lanes did, after the last one of those that are watched; else None."""
+        if self._watched is None:
+            return None
+        self._watched += 1
+        if self._watched < WATCHED_STEPS:
+            return None
+        self._watched, recorder = None, self._device.recorder
+        self.stop()
+        recorder.stop()
+        found = LaneTimes.of(recorder.timeline(), WATCHED_STEPS)
+        self.go_on()
+        return found
 
     def stop(self) -> None:
         """Pause. Waits for what the device was given, which belongs to the steps before."""

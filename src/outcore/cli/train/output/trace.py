@@ -85,11 +85,13 @@ class StepTracer:
         self._file, self._recorder = file, recorder
         self._first = done + 1 + max(0, min(WARM_UP_STEPS, steps - done - TRACED_STEPS))
         self._last = self._first + TRACED_STEPS - 1
+        self._is_recording = False
 
     def begin_step(self, step: int) -> None:
         """Begin a step, counted from 1."""
         if step == self._first:
             self._recorder.start(num_steps=TRACED_STEPS)
+            self._is_recording = True
 
     def is_last(self, step: int) -> bool:
         """Return whether a step is the last one to be recorded."""
@@ -97,7 +99,8 @@ class StepTracer:
 
     def close(self) -> None:
         """Record no more, and write what was recorded, if anything was. Waits for the device. Idempotent."""
-        if self._recorder.is_on:
+        if self._is_recording:
+            self._is_recording = False
             self._recorder.stop()
             with suppress(RuntimeError):  # a device that failed has no times to give
                 self._file.write(self._recorder.timeline())
