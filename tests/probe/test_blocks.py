@@ -182,6 +182,30 @@ def test_slow_moments_count_at_the_speed_of_the_probe(monkeypatch):
     assert all(any(math.isclose(seconds, factor * found) for found in turns) for seconds in measured)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="an accelerator does not share its memory with other programs")
+@pytest.mark.parametrize(
+    ("slow", "measured"),
+    [([0.9], 1), ([2.0, 0.9], 2), ([2.0, 1.9, 1.8, 0.9], 3), ([2.0, None, 0.9], 3), ([None], 1)],
+    ids=["as counted", "once slow", "slow for long", "not again", "never"],
+)
+def test_a_part_far_slower_than_counted_is_measured_again(slow, measured, monkeypatch):
+    """The least counts. Parts of less than 20 ms are not measured again: much of them is never counted."""
+    for unit_s in (1.0, 1e-3):
+        left, pauses = [None if times is None else times * unit_s for times in slow], list[float]()
+        monkeypatch.setattr(blocks.time, "sleep", pauses.append)
+
+        def measure(left: list[float | None] = left) -> UnitTimes | None:
+            seconds = left.pop(0)
+            return None if seconds is None else UnitTimes(seconds / 3, 2 * seconds / 3, 0.0)
+
+        with open_device(DEVICE) as device:
+            found = blocks._least(measure, unit_s, device)
+        number = measured if unit_s == 1.0 else 1
+        known = [seconds * unit_s for seconds in slow[:number] if seconds is not None]
+        assert (None if found is None else found.seconds) == (pytest.approx(min(known)) if known else None)
+        assert pauses == [blocks._PAUSE_S] * (number - 1)
+
+
 @pytest.mark.parametrize("text", ["{", '{"versions": {}, "blocks": {}}', '{"versions": {"torch": "0"}, "blocks": 3}'])
 def test_what_cannot_be_read_is_measured_again(text):
     path = Machine(DEVICE).blocks_path(MACHINE)

@@ -36,6 +36,11 @@ class UnitTimes(NamedTuple):
     launch_s: float
     """Seconds that the submitting thread takes to launch the kernels of forward."""
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward_s + self.backward_s
+
     def times(self, factor: float) -> UnitTimes:
         """Return the times for ``factor`` times as much work in the same number of kernels."""
         return UnitTimes(factor * self.forward_s, factor * self.backward_s, self.launch_s)
