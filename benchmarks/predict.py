@@ -6,7 +6,7 @@ come.
 ``throttled``: rows of blocks that sleep, as in ``overlap.py``, with lanes of random speed. The machine is measured by
 the probe, which does not know these speeds; it is told how long blocks sleep. ``models``: small
 Llamas without throttles, with everything on the device, in host memory or on disk. Their work is counted from shapes
-alone. The machine is measured first, and again before a case if a CPU has had another speed for a minute.
+alone. The machine is measured first, and again before a case if a CPU has another speed by then.
 
     python benchmarks/predict.py
     python benchmarks/predict.py --what models --layers 4 --hidden 256
@@ -64,8 +64,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WARM_UP = 2
 SAME, READINGS = 1.07, 5
 """A machine has another speed if the median of some readings is more than this many times slower or faster."""
-PAUSE_S, PAUSES = 10.0, 6
-"""Times to wait for the probe's speed before the machine is measured again: slow moments of virtual machines pass."""
+PAUSE_S = 10.0
+"""Time to wait for the probe's speed before the machine is measured again: slow moments of virtual machines pass."""
 
 
 def steps_s(
@@ -171,7 +171,9 @@ def models(args: argparse.Namespace, machine: Callable[[], Hardware]) -> Iterato
         torch.manual_seed(0)
         model = LlamaForCausalLM(_config(hidden, args.layers)).to(DTYPES[args.precision])
         name = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M, {args.batch_size} x {length} tokens"
-        hardware = hardware if has_the_speed(args, hardware) else machine()
+        if is_other(args.device, hardware):
+            time.sleep(0 if args.quick else PAUSE_S)
+            hardware = machine() if is_other(args.device, hardware) else hardware
         line = one_model(args, hardware, f"{name}, {policy}, {home}", model, length, policy, home)
         yield line | {"machine": json.loads(hardware.to_json())}
 
@@ -197,15 +199,11 @@ def one_model(
         return compared(name, step_s, run)
 
 
-def has_the_speed(args: argparse.Namespace, hardware: Hardware) -> bool:
-    """Wait until a CPU has the speed with which it was measured. Returns whether it has. Time: a second to a minute."""
-    with open_device(args.device) as opened:
+def is_other(device: str, hardware: Hardware) -> bool:
+    """Return whether a CPU has another speed than when it was measured. Time: a second."""
+    with open_device(device) as opened:
         speed = Speed(opened, hardware)
-        for _ in range(1 + PAUSES):
-            if 1 / SAME < statistics.median(speed.now() for _ in range(READINGS)) < SAME:
-                return True
-            time.sleep(0.0 if args.quick else PAUSE_S)
-    return False
+        return not 1 / SAME < statistics.median(speed.now() for _ in range(READINGS)) < SAME
 
 
 def measured_anew(args: argparse.Namespace, effort: Effort, caches: ExitStack) -> Hardware:

@@ -32,7 +32,7 @@ def quantized(model: nn.Module, config: Any) -> nn.Module:
             ``model.config.quantization_config``.
 
     Returns:
-        The same model. A warning names weights that stay as they are, if they are many: stacked matrices of experts.
+        The same model. A warning says if much of it stays as it is, such as stacked matrices of experts.
 
     Raises:
         ConfigError: The library is not installed, ``config`` is no such configuration, or the model is not a
