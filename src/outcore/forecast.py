@@ -201,14 +201,13 @@ def named_hardware(named: str | Path) -> Hardware:
     Raises:
         ConfigError: There is no such machine.
     """
-    if Path(named).is_dir():
-        raise ConfigError(
-            f"hardware: expected a JSON file, or names of parts, but '{named}' is a folder; name its file"
-        )
     is_file = isinstance(named, Path) or named.endswith(".json") or Path(named).is_file()
-    if not is_file:
-        return known_hardware(str(named))
     try:
-        return Hardware.load(named)
+        return Hardware.load(named) if is_file else known_hardware(str(named))
     except ConfigError as error:
-        raise ConfigError(f"{error}; correct the file, or measure the machine again with outcore probe") from error
+        if Path(named).is_dir():  # a folder may also have the name of a part
+            raise ConfigError(
+                f"hardware: expected a JSON file, or names of parts, but '{named}' is a folder; name its file"
+            ) from error
+        advice = "; correct the file, or measure the machine again with outcore probe" if is_file else ""
+        raise ConfigError(f"{error}{advice}") from error

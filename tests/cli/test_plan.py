@@ -407,6 +407,13 @@ def test_damaged_hardware_and_unknown_models(command: Run, config_json: Path, tm
     assert (done.status, done.out) == (2, "")
 
 
+def test_a_folder_may_have_the_name_of_a_part(command: Run, config_json: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(config_json.parent)
+    (config_json.parent / "h100").mkdir()
+    done = command("plan", "--model", config_json, "--hardware", "h100", "--seq-len", 8)
+    assert done.status == 0, done.err
+
+
 def test_rows_must_fit_into_a_table_of_positions(command: Run, tmp_path: Path):
     """OPT's table has two more rows than positions. Rotary positions have no end."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}

@@ -128,6 +128,14 @@ def test_the_training_is_the_same(train, plain, tmp_path):
     assert trained(tmp_path / "other") == plain.trained
 
 
+def test_a_run_that_ends_while_lanes_are_watched_says_what_it_has_seen(train, monkeypatch):
+    monkeypatch.setattr(report, "WATCHED_STEPS", STEPS)
+    done = train("plain")
+    assert done.status == 0, done.err
+    (said,) = [line for line in done.out.splitlines() if "of what was predicted" in line]
+    assert said.startswith(f"step {STEPS}: steps take ")
+
+
 def test_a_run_that_is_told_to_stop_meanwhile_goes_on_later(train, plain, tmp_path, monkeypatch):
     def stop(*_: object) -> Hardware:
         signal.raise_signal(signal.SIGTERM)

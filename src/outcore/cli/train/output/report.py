@@ -123,7 +123,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and pause the meter for what may follow: another plan, evaluation, saving, a trace."""
         self._shown.move_to(state.global_step)
-        self._explain(state.global_step)
+        self._explain(state)
         self._stop_for_another_plan(state, control)
         self._pause_before(control)
         if self._tracer is not None and self._tracer.is_last(state.global_step):
@@ -176,12 +176,12 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             said = "  ".join(f"{name} {value:.3f}" for name, value in values.items() if name.endswith("loss"))
             self._console.print(f"step {state.global_step}: {said}", soft_wrap=True)
 
-    def _explain(self, step: int) -> None:
+    def _explain(self, state: TrainerState) -> None:
         """Say why steps are far off their prediction, once lanes have been watched."""
-        found = self._meter.watched()
+        found = self._meter.watched(is_last=state.global_step == state.max_steps)
         if found is not None:
             hint = "" if self._replan else "; outcore probe measures the machine again"
-            said = f"step {step}: {self._planned.comparison.why(found)}{hint}"
+            said = f"step {state.global_step}: {self._planned.comparison.why(found)}{hint}"
             self._console.print(said, markup=False, soft_wrap=True)
 
     def _stop_for_another_plan(self, state: TrainerState, control: TrainerControl) -> None:
@@ -297,17 +297,21 @@ class _Meter:
             self._device.recorder.start(num_steps=WATCHED_STEPS)
             self._watched = 0
 
-    def watched(self) -> LaneTimes | None:
-        """Count a step. Returns what lanes did, after the last one of those that are watched; else None."""
+    def watched(self, *, is_last: bool) -> LaneTimes | None:
+        """Count a step. Returns what lanes did, after the last one of those that are watched; else None.
+
+        Args:
+            is_last: No more steps come.
+        """
         if self._watched is None:
             return None
         self._watched += 1
-        if self._watched < WATCHED_STEPS:
+        if self._watched < WATCHED_STEPS and not is_last:
             return None
-        self._watched, recorder = None, self._device.recorder
+        steps, self._watched, recorder = self._watched, None, self._device.recorder
         self.stop()
         recorder.stop()
-        found = LaneTimes.of(recorder.timeline(), WATCHED_STEPS)
+        found = LaneTimes.of(recorder.timeline(), steps)
         self.go_on()
         return found
 
