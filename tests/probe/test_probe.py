@@ -71,6 +71,21 @@ def test_a_slow_moment_of_a_link_does_not_decide(tmp_path, monkeypatch):
     assert max(found.bus.latency_s, found.disk.latency_s) < 1e-9
 
 
+def test_every_round_measures_everything(tmp_path, monkeypatch):
+    """A machine changes its speed in moments of seconds: rounds of one thing alone could all lie in a slow one."""
+    order = list[str]()
+
+    def rate(load: Load, window_s: float) -> float:
+        order.append(load.link)
+        return 1e9
+
+    monkeypatch.setattr(measuring, "_rate", rate)
+    measure(OPENED, [tmp_path], dataclasses.replace(LEAST, rounds=3))
+    of_rounds = order[2:]  # the first two say whether long transfers are taken
+    assert of_rounds == 3 * of_rounds[: len(of_rounds) // 3]
+    assert set(of_rounds) >= {"h2d", "d2h", "disk_read", "disk_write", "update"}
+
+
 class TestArithmetic:
     def test_a_line_has_a_rate_and_what_comes_besides(self):
         assert line({1000: 3e-3, 10_000: 12e-3, 5000: 0.5}) == pytest.approx((1e6, 2e-3))
