@@ -136,6 +136,23 @@ def test_a_run_that_ends_while_lanes_are_watched_says_what_it_has_seen(train, mo
     assert said.startswith(f"step {STEPS}: steps take ")
 
 
+def test_steps_that_are_as_predicted_again_while_lanes_are_watched_need_no_reason(train, monkeypatch):
+    """Four steps take twice as long as predicted, and all later ones as long."""
+    monkeypatch.setattr(predicted, "_OFF", 0.2)
+    monkeypatch.setattr(report, "WATCHED_STEPS", 2)
+    add, lines = predicted.Comparison.add, []
+
+    def twice_as_long_at_first(self: Any, step_s: float, steps: int) -> None:
+        lines.append(self._predicted.step_s * (2 if len(lines) < OFF_AT - 1 else 1))
+        add(self, lines[-1], steps)
+
+    monkeypatch.setattr(predicted.Comparison, "add", twice_as_long_at_first)
+    done = train("plain", "--replan")
+    assert done.status == 0, done.err
+    assert len(lines) == STEPS
+    assert "of what was predicted" not in done.out
+
+
 def test_a_run_that_is_told_to_stop_meanwhile_goes_on_later(train, plain, tmp_path, monkeypatch):
     def stop(*_: object) -> Hardware:
         signal.raise_signal(signal.SIGTERM)

@@ -179,7 +179,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def _explain(self, state: TrainerState) -> None:
         """Say why steps are far off their prediction, once lanes have been watched."""
         found = self._meter.watched(is_last=state.global_step == state.max_steps)
-        if found is not None:
+        if found is not None and self._planned.comparison.is_off:  # steps may be as predicted again
             hint = "" if self._replan else "; outcore probe measures the machine again"
             said = f"step {state.global_step}: {self._planned.comparison.why(found)}{hint}"
             self._console.print(said, markup=False, soft_wrap=True)
