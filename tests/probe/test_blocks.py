@@ -185,7 +185,7 @@ def test_slow_moments_count_at_the_speed_of_the_probe(monkeypatch):
 @pytest.mark.skipif(DEVICE != "cpu", reason="an accelerator does not share its memory with other programs")
 @pytest.mark.parametrize(
     ("slow", "measured"),
-    [([0.9], 1), ([2.0, 0.9], 2), ([2.0, 1.9, 1.8, 0.9], 3), ([2.0, None, 0.9], 3), ([None], 1)],
+    [([1.9], 1), ([2.2, 0.9], 2), ([2.3, 2.2, 2.1, 0.9], 3), ([2.2, None, 0.9], 3), ([None], 1)],
     ids=["as counted", "once slow", "slow for long", "not again", "never"],
 )
 def test_a_part_far_slower_than_counted_is_measured_again(slow, measured, monkeypatch):

@@ -15,9 +15,9 @@ block varied by 5 to 10%; divided by the speed of products by 3 to 7%, by that o
 3 to 5%.
 
 [Note: slow moments] There are moments of up to a minute in which memory alone is slow. The product and the small block
-hardly feel them, and large blocks do: one of 1792 channels took 2.2 times as long as counted, where it usually takes
-1.4 times. So where the host computes, a long part that takes much longer than counted is measured again after a pause,
-and the least counts.
+hardly feel them, and large blocks do: one of 1792 channels took over twice as long as counted, where it usually takes
+1.3 to 1.45 times. So where the host computes, a long part that takes twice as long as counted is measured again after
+a pause, and the least counts.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ _AT_A_TIME = 4
 """Forwards alive at once; fewer if one takes long or saves much."""
 _OF_FREE = 4
 """Weights with gradients may take one part in this many of the free device memory, and what forwards save another."""
-_LONG_S, _SLOW, _AGAIN, _PAUSE_S = 0.02, 1.7, 2, 2.0
+_LONG_S, _SLOW, _AGAIN, _PAUSE_S = 0.02, 2.0, 2, 2.0
 """See [Note: slow moments]: seconds of a long part, its time over the counted one, how often it is measured again at
-most, and seconds before that. Blocks of 256 to 2560 channels took 1.04 to 1.5 times as long as counted."""
+most, and seconds before that. Blocks of 256 to 2560 channels took 1.04 to 1.5 times as long as counted in fp32, and
+parts of other models in bf16 up to 1.74 times. A block of Mamba took 4.4 times, so it is measured three times."""
 _SPREAD = 0.02
 """Standard deviation of the values, like that of initial weights."""
 
