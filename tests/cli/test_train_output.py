@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl import SFTTrainer
 
 from outcore.api import prepare_for_test
+from outcore.cli.progress import Shown
 from outcore.cli.train import run as train_run
 from outcore.cli.train.methods import FINE_TUNING
 from outcore.cli.train.output import folder as output
@@ -144,6 +146,20 @@ class TestMetrics:
         assert command("train", "--model", config_json, "--data", text, *SHORT, *more).status == 0
         assert skipped_s == [4000]
         assert all(line.get("step_s", 0) < 500 for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+
+    def test_the_bar_moves_with_steps_that_have_no_line(self, command, config_json, text, tmp_path, monkeypatch):
+        moved = list[int]()
+        begin = report.progress
+
+        @contextmanager
+        def progress(*args: Any, **options: Any) -> Iterator[Shown]:
+            with begin(*args, **options) as shown:
+                yield shown._replace(move_to=moved.append)
+
+        monkeypatch.setattr(report, "progress", progress)
+        files = ("--model", config_json, "--data", text, "--out", tmp_path / "run")
+        assert command("train", *files, *SHORT, "--set", "logging_steps=3").status == 0
+        assert moved == [1, 2, 3, 4]
 
     def test_several_steps_in_a_line_are_averaged(self, command, config_json, text, few, tmp_path):
         """Evaluations between the steps do not matter."""
@@ -285,6 +301,7 @@ class TestTerminal:
             name, _, value = line.partition("  ")
             said[name] = value.strip()
         assert f"torch {torch.__version__} sees no accelerator" in done.out
+        assert "is_gradient_checkpointing" not in done.err, "PEFT asks Transformers by an old name"
         assert said["parameters"] == "42,688"
         assert (said["trained"], said["frozen"]) == ("2,784 (6.52%)", "39,904 (93.48%)")
         assert said["device budget"] == "260.00 KiB (266,240 bytes)"
