@@ -2,8 +2,9 @@
 
 [Note: dropout] An accelerator's kernels of attention drop out as they go. On a CPU torch has no such kernel: with
 dropout it computes attention by itself, over matrices of queries x keys. A plan for an accelerator may be made on a
-machine that has none, whose own kernels are followed then. There attention with dropout is followed without: it takes
-the time and the memory that it takes in an accelerator's kernel. Only the policy ``select`` treats the two differently.
+machine that has none, whose own kernels are followed then. There attention with dropout is followed without dropout,
+which takes as much time and memory as an accelerator's kernel. But the policy ``select`` has to know that it draws
+random numbers: such results are not saved.
 """
 
 from __future__ import annotations
