@@ -123,29 +123,34 @@ class TestMetrics:
         assert moved[1]["states_write"] > 0
 
     def test_a_line_is_there_at_once(self, command, config_json, text, tmp_path, monkeypatch):
-        seen = []
+        seen, begin = [], train_run.RunReport.on_step_begin
 
         def on_step_begin(self, args, state, control, **kwargs):
             seen.append(len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
+            begin(self, args, state, control, **kwargs)
 
         monkeypatch.setattr(train_run.RunReport, "on_step_begin", on_step_begin)
         assert command("train", "--model", config_json, "--data", text, *SHORT, "--out", tmp_path / "run").status == 0
         assert seen == [0, 1, 2, 3]
 
-    def test_evaluation_is_not_counted_as_training(self, command, config_json, text, few, tmp_path, monkeypatch):
-        skipped_s, evaluate = [0.0], SFTTrainer.evaluate
-
-        def slow(self, *args, **kwargs):
-            skipped_s[0] += 1000
-            return evaluate(self, *args, **kwargs)
-
-        clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + skipped_s[0])
-        monkeypatch.setattr(SFTTrainer, "evaluate", slow)
-        monkeypatch.setattr(report, "time", clock)
-        more = ("--eval-data", few, "--set", "eval_steps=1", "--out", tmp_path / "run")
-        assert command("train", "--model", config_json, "--data", text, *SHORT, *more).status == 0
-        assert skipped_s == [4000]
-        assert all(line.get("step_s", 0) < 500 for line in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    @pytest.mark.parametrize("logging_steps", [1, 2])
+    def test_evaluation_and_saving_are_not_counted_as_training(
+        self, command, config_json, text, few, tmp_path, monkeypatch, logging_steps
+    ):
+        """All else is: a checkpoint is durable, and callbacks hear of it, while later steps are trained."""
+        skipped_s, moved = [0.0], list[list[dict[str, int]]]()
+        for name in ("evaluate", "_save_checkpoint"):
+            monkeypatch.setattr(SFTTrainer, name, skipping(getattr(SFTTrainer, name), skipped_s))
+        monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + skipped_s[0]))
+        shared = ("train", "--model", config_json, "--data", text, *SHORT, "--disk", tmp_path, *TIERS)
+        shared += ("--set", f"logging_steps={logging_steps}")
+        for name, more in (("bare", ()), ("run", ("--eval-data", few, "--set", "eval_steps=1", "--save-every", 1))):
+            assert command(*shared, *more, "--out", tmp_path / name).status == 0
+            lines = [line for line in read_jsonl(tmp_path / name / "metrics.jsonl") if "loss" in line]
+            assert all(0 < line["compute_s"] < line["step_s"] < 500 for line in lines)
+            moved.append([line["moved_bytes"] for line in lines])
+        assert skipped_s == [8000]
+        assert moved[0] == moved[1]
 
     def test_the_bar_moves_with_steps_that_have_no_line(self, command, config_json, text, tmp_path, monkeypatch):
         moved = list[int]()
@@ -231,6 +236,14 @@ def timed(function: Callable[..., Any], took_s: list[float]) -> Callable[..., An
             return function(*args, **kwargs)
         finally:
             took_s[0] += time.perf_counter() - start_s
+
+    return run
+
+
+def skipping(function: Callable[..., Any], skipped_s: list[float]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        skipped_s[0] += 1000
+        return function(*args, **kwargs)
 
     return run
 

@@ -116,7 +116,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to record if this is the first step to trace."""
+        """Let the meter go on, and begin to record if this is the first step to trace."""
+        self._meter.go_on()
         if self._tracer is not None:
             self._tracer.begin_step(state.global_step + 1)
 
@@ -125,11 +126,11 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._shown.move_to(state.global_step)
         self._explain(state)
         self._stop_for_another_plan(state, control)
-        self._pause_before(control)
         if self._tracer is not None and self._tracer.is_last(state.global_step):
             self._meter.stop()
             self._tracer.close()
             self._meter.go_on()
+        self._pause_before(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -195,14 +196,6 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             control.should_save = control.should_training_stop = True
         self._meter.go_on()
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Let the meter go on: evaluation was no training."""
-        self._meter.go_on()
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Let the meter go on: saving was no training."""
-        self._meter.go_on()
-
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -236,6 +229,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         return record is not None and record.owes_evaluation
 
     def _pause_before(self, control: TrainerControl) -> None:
+        """Stop the meter until the next step: ``on_save`` is no end of saving, as it comes some steps later."""
         if control.should_evaluate or control.should_save:
             self._meter.stop()
 
@@ -287,7 +281,9 @@ class _Meter:
 
     def __init__(self, optimizer: StreamedOptimizer) -> None:
         self._optimizer, self._device = optimizer, optimizer.engine.device
-        self._begun = self._stopped = self._read()
+        self._begun = self._read()
+        self._stopped: dict[tuple[str, str], float] | None = self._begun
+        """What was read when it was stopped; None: it goes on. It is stopped until the first step."""
         self._watched: int | None = None
         """Steps in which lanes have been watched; None: they are not."""
 
@@ -316,21 +312,23 @@ class _Meter:
         return found
 
     def stop(self) -> None:
-        """Pause. Waits for what the device was given, which belongs to the steps before."""
-        self._device.wait("steps over", self._device.mark("steps are over"))
-        self._stopped = self._read()
+        """Pause, unless it is stopped. Waits for what the device was given, which belongs to the steps before."""
+        if self._stopped is None:
+            self._device.wait("steps over", self._device.mark("steps are over"))
+            self._stopped = self._read()
 
     def go_on(self) -> None:
-        """Go on, without counting what happened since ``stop``: that was no training."""
-        now = self._read()
-        self._begun = {key: count + now[key] - self._stopped[key] for key, count in self._begun.items()}
-        self._stopped = now
+        """Go on if it is stopped, without counting what happened since: that was no training."""
+        if self._stopped is not None:
+            now, stopped = self._read(), self._stopped
+            self._begun = {key: count + now[key] - stopped[key] for key, count in self._begun.items()}
+            self._stopped = None
 
     def lap(self, *, steps: int, tokens: int) -> dict[str, Any]:
         """Return what happened since the last lap, per step."""
-        now = self._read()
+        now = self._read() if self._stopped is None else self._stopped
         per_step = {key: (count - self._begun[key]) / steps for key, count in now.items()}
-        self._begun = self._stopped = now
+        self._begun = now
         lanes = self._optimizer.traffic()
         exposed_s = {lane: per_step["exposed_s", lane] for lane in lanes}
         return {
