@@ -130,8 +130,7 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
 
 def prepare_in_loop(model: nn.Module, optimizer: _Optimizers, **options: Any) -> Prepared:
     """``prepare`` for one of our own loops, about which more is known (``loop=``). Not part of the contract."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return _prepare(model, optimizer, Options(**given), Faults(), None)
+    return _prepare(model, optimizer, Options.of(options), Faults(), None)
 
 
 def prepare_for_test(
@@ -169,7 +168,7 @@ def plan_in_time(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_timed: bool = True, **options: Any
 ) -> tuple[ModelSpec, Plan, Simulation | None]:
     """``plan_for``, together with predicted steps of the plan if sample and machine are known."""
-    given = of_this_rank(Options(**{name: value for name, value in options.items() if value is not None}))
+    given = of_this_rank(Options.of(options))
     compiling = Compiling(given.compile)
     trained = trained_in(model)
     try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import weakref
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,9 +19,31 @@ from outcore.planning.units.partition import Partition, partition
 from outcore.runtime.module_guard import is_guarded
 from outcore.runtime.unit.one_process import refuse_wrapped
 from outcore.saving.weights.conversions import refuse_prefixes
+from outcore.spec.budget import Budget
+from outcore.spec.plan import Plan
+from outcore.torch_private import pytree
 
 _GIVEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that were prepared before. Their states ended with that run, or live on elsewhere."""
+
+
+class _Expected(NamedTuple):
+    """What an argument must be."""
+
+    kinds: type | tuple[type, ...]
+    said: str
+    advice: str
+
+
+_FOLDER = _Expected((str, os.PathLike), "a folder or None", "name the folder")
+_EXPECTED = {
+    "budget": _Expected(Budget, "an outcore.Budget or None", "build one, such as outcore.Budget(device='8GiB')"),
+    "plan": _Expected(Plan, "an outcore.Plan or None", "read one from its file with outcore.Plan.load(path)"),
+    "clipping": _Expected(bool, "True or False", "False promises to ask for no gradient norm"),
+    "units": _Expected(Iterable, "a list of classes or names of modules, or None", "put it into a list"),
+    "weights": _FOLDER,
+    "checkpoint": _FOLDER,
+}
 
 
 def cut_model(
@@ -32,6 +57,7 @@ def cut_model(
     """
     _check_arguments(model, optimizer, options)
     check_counts(options)
+    _check_sample(model, options)
     if optimizer is None:
         model.requires_grad_(requires_grad=False)
     rule = None if optimizer is None else rule_for(*members(optimizer))
@@ -68,6 +94,7 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         raise ConfigError(
             f"prepare: expected a torch.optim.Optimizer or None as optimizer, but got a {type(optimizer).__name__}"
         )
+    _check_types(options)
     if any(is_guarded(m) for m in model.modules()):
         raise ConfigError(
             "prepare: expected a model that is not prepared yet, but it is; outcore.close(model) ends the first "
@@ -97,3 +124,42 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     held = next((n for n, p in model.named_parameters() if p.grad is not None), None)
     if held is not None:
         raise ConfigError(f"prepare: expected no gradients yet, but '{held}' has one; call optimizer.zero_grad() first")
+
+
+def _check_types(options: Options) -> None:
+    for name, expected in _EXPECTED.items():
+        value = getattr(options, name)
+        if not isinstance(value, expected.kinds) and (value is not None or name == "clipping"):
+            raise ConfigError(f"prepare: expected {expected.said} as {name}, but got {value!r}; {expected.advice}")
+
+
+def _check_sample(model: nn.Module, options: Options) -> None:
+    """Refuse a sample that forward cannot take. Nothing runs: this is for models of which everything fits, too."""
+    sample = options.sample
+    if sample is None:
+        return
+    if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(dict(sample))):
+        raise ConfigError(
+            f"prepare: expected a sample with tensors, whose shapes serve to plan, but got {dict(sample)!r}; give a "
+            "micro-batch as the loop does"
+        )
+    signature = None if options.loop is not None else _signature_of(model)  # the sample of such a loop is a guess
+    if signature is None:
+        return
+    try:
+        signature.bind(**sample)
+    except TypeError as error:
+        raise ConfigError(
+            f"prepare: expected sample to be keyword arguments of {type(model).__name__}.forward{signature}, but got "
+            f"{', '.join(map(repr, sample))}: {error}; give a micro-batch under the names of these arguments"
+        ) from error
+
+
+def _signature_of(model: Any) -> inspect.Signature | None:
+    """Return the signature of forward; None if it is not known, or if a hook or ``__call__`` may change arguments."""
+    if type(model).__call__ is not nn.Module.__call__ or vars(model)["_forward_pre_hooks"]:
+        return None
+    try:
+        return inspect.signature(model.forward, follow_wrapped=False)  # a wrapper may take more than what it wraps
+    except (TypeError, ValueError):
+        return None

@@ -7,13 +7,13 @@ import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
-from outcore.forecast import DeviceFacts, Forecast, Loop, NamedHardware, hardware_for
+from outcore.forecast import DeviceFacts, Forecast, Loop, NamedHardware, asked_hardware, hardware_for
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.planning.forward.activations import footprint_of
 from outcore.planning.forward.casts import Autocast
@@ -65,6 +65,11 @@ class Options(NamedTuple):
     checkpoint: str | Path | None = None
     reduction: Reduction = "exact"
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Return options. None stands for a default, but not of ``clipping``, where it may be meant as False."""
+        return cls(**{name: value for name, value in given.items() if value is not None or name == "clipping"})
+
     @property
     def early_steps(self) -> int | None:
         """Micro-batches of a step if promised and nothing clips, so that updates may run inside backward; else None."""
@@ -91,6 +96,8 @@ def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) 
 
 def plan_within(limits: Limits, cut: Partition, options: Options, device: Device, timed: Timed) -> Plan:
     """``choose_plan`` within given limits."""
+    if options.hardware is not None:
+        asked_hardware(options.hardware)  # a wrong name is refused also where no times are needed
     if options.plan is None:
         return Planner(cut, options, device, limits, timed).placed().plan
     if options.activations is not None:

@@ -164,11 +164,10 @@ def hardware_for(
     Raises:
         ConfigError: The name is no machine, or the machine has no disk although there is a disk tier.
     """
-    named = os.environ.get("OUTCORE_HARDWARE") or None if named is None else named
-    if named == NO_TIMES:
+    found = asked_hardware(named)
+    if found == NO_TIMES:
         return None
-    if named is not None:
-        found = named if isinstance(named, Hardware) else named_hardware(named)
+    if isinstance(found, Hardware):
         if paths and found.disk is None:
             raise ConfigError(
                 f"hardware: expected a machine with a disk, since there is a disk tier, but '{found.name}' has none; "
@@ -180,6 +179,22 @@ def hardware_for(
     if with_a_disk is not None:
         return with_a_disk.hardware
     return _at_hand(machine, may_measure=may_measure)
+
+
+def asked_hardware(named: NamedHardware | None) -> Hardware | str | None:
+    """Return the machine that is named here or in the environment, NO_TIMES, or None for this one. Nothing is measured.
+
+    Raises:
+        ConfigError: The name is no machine.
+    """
+    named = os.environ.get("OUTCORE_HARDWARE") or None if named is None else named
+    if named is None or isinstance(named, Hardware) or named == NO_TIMES:
+        return named
+    if not isinstance(named, str | Path):
+        raise ConfigError(
+            f"hardware: expected a JSON file, names of parts, 'none', or None for this machine, but got {named!r}"
+        )
+    return named_hardware(named)
 
 
 def _at_hand(machine: Machine, *, may_measure: bool) -> Hardware | None:

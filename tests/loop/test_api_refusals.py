@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -167,6 +168,55 @@ def test_a_sample_is_keyword_arguments(sample, tmp_path):
     model = make()
     with pytest.raises(outcore.ConfigError, match="expected sample to be keyword arguments"):
         outcore.prepare(model, adamw(model), budget=outcore.Budget(disk=str(tmp_path)), sample=sample)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "says"),
+    [
+        ("budget", "8GiB", "expected an outcore.Budget or None as budget, but got '8GiB'; build one"),
+        ("plan", "plan.json", "expected an outcore.Plan .* but got 'plan.json'; read one .* outcore.Plan.load"),
+        ("clipping", None, "expected True or False as clipping, but got None"),
+        ("units", 3, "expected a list of classes or names of modules, or None as units, but got 3"),
+        ("weights", 3, "expected a folder or None as weights, but got 3"),
+        ("checkpoint", 3, "expected a folder or None as checkpoint, but got 3"),
+        ("hardware", 3, "expected a JSON file, names of parts, 'none', or None for this machine, but got 3"),
+        ("hardware", "nope-gpu", "expected a JSON file, or parts of .* but got 'nope-gpu'"),
+        ("sample", {"idz": batch()}, r"keyword arguments of Tower.forward\(ids: .*, but got 'idz': missing .* 'ids'"),
+        ("sample", {"ids": 3}, "expected a sample with tensors, .* but got {'ids': 3}"),
+    ],
+)
+def test_wrong_arguments_are_refused_where_everything_fits_too(argument, value, says):
+    model = make()
+    with pytest.raises(outcore.ConfigError, match=says):
+        outcore.prepare(model, adamw(model), device=DEVICE, **{argument: value})
+    train(model, adamw(model))
+
+
+class Renamed(Tower):
+    def __call__(self, **arguments):
+        return super().__call__(arguments["other"])
+
+
+@functools.wraps(Tower.forward)
+def taking_anything(self, *args, **kwargs):
+    return Tower.forward(self, *args, *kwargs.values())
+
+
+class Wrapped(Tower):
+    forward = taking_anything
+
+
+def with_hook():
+    model = Tower()
+    model.register_forward_pre_hook(lambda _, args, kwargs: ((kwargs["other"],), {}), with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize("build", [Renamed, Wrapped, with_hook])
+def test_what_changes_the_arguments_of_forward_may_take_others(build):
+    model = make(build)
+    model, _ = outcore.prepare(model, adamw(model), device=DEVICE, sample={"other": batch()})
+    outcore.close(model)
 
 
 def test_arguments_of_other_types(tmp_path):

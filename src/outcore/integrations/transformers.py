@@ -211,7 +211,7 @@ class OutcoreMixin(StreamedCheckpoints):
         if checkpoint is not None and not adapters:
             options["weights"] = checkpoint
         plan = options["plan"]
-        if plan is not None and plan.accumulation_steps is not None:  # a promise, which the arguments must keep
+        if isinstance(plan, Plan) and plan.accumulation_steps is not None:  # a promise, which the arguments must keep
             options["accumulation_steps"] = self.args.gradient_accumulation_steps
         precision = self._outcore_precision or _plain_precision(self.model)
         options |= {"precision": precision, "device": self.args.device, "sample": self._outcore_largest_batch()}
