@@ -274,6 +274,12 @@ def test_a_plan_can_be_given(command: Run, config_json: Path, text: Path, tmp_pa
     assert command(*shared, "--out", tmp_path / "b", "--disk", tmp_path, "--plan", plan).status == 0
     assert (tmp_path / "b" / "plan.json").read_text() == edited
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    little = command(*shared, "--out", tmp_path / "c", "--plan", plan, "--device-memory", "1KiB")
+    named, free = little.err.rpartition("as options: ")[2].split(";")
+    assert named.endswith(" --disk DIR")
+    assert free.rstrip().endswith("must be free in DIR")
+    enough = named.replace("DIR", str(tmp_path)).split()
+    assert command(*shared, "--out", tmp_path / "c", "--plan", plan, *enough).status == 0
 
 
 class TestResume:

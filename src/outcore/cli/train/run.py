@@ -33,6 +33,7 @@ from outcore.cli.train.replan import Replanning, may_fail_so
 from outcore.cli.train.settings.description import describe
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
+from outcore.core.quantities import format_bytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's names
 # What libraries raise for settings and data that they cannot use. Anything else is a bug, and keeps its traceback.
@@ -69,7 +70,7 @@ def run_train(settings: Settings, crew: Crew = ALONE) -> None:
     output = OutputFolder(settings.out, resume=settings.resume)
     trace = None if settings.trace is None else TraceFile(settings.trace, out=settings.out)
     _say_items(terminal, "Settings", describe(settings))
-    with _explained(output):
+    with _explained(output, settings):
         if settings.replan and crew.size > 1:
             raise ConfigError("--replan: expected one rank, since ranks plan once, but there are several; leave it out")
         crew.gather()
@@ -276,14 +277,16 @@ def _changes(record: RunRecord, checkpoint: Checkpoint) -> list[str]:
 
 
 @contextmanager
-def _explained(output: OutputFolder) -> Iterator[None]:
+def _explained(output: OutputFolder, settings: Settings) -> Iterator[None]:
     """Explain errors: before the run begins, one is a user's mistake; later, it says what is left and how to go on."""
     try:
         yield
     except PlanInfeasibleError as error:
-        need = error.required_bytes
-        less = "" if need["disk"] else "; with --disk DIR less host memory will do"
-        error.add_note(f"as options: --device-memory {need['device']} --host-memory {need['host']}{less}")
+        need, folders = error.required_bytes, settings.budget.paths
+        less = "" if settings.plan is not None else "; with --disk DIR less host memory will do"
+        free = f"; {format_bytes(need['disk'], is_need=True)} must be free in {', '.join(folders) or 'DIR'}"
+        disk = ("" if folders else " --disk DIR") + free if need["disk"] else less
+        error.add_note(f"as options: --device-memory {need['device']} --host-memory {need['host']}{disk}")
         raise
     except ConfigError as error:
         if not output.has_begun:
