@@ -6,6 +6,7 @@ backward. Only the kernels of updates are checked elsewhere (``optim.kernels``),
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import call, methodcaller
@@ -24,6 +25,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from outcore.core.errors import UnsupportedError
 
 pytree, NormWithStatistics = _pytree, _NormBase
+FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+"""Where fake tensors write the traceback of every operation that fails, besides raising the error."""
 _torch: Any = torch
 _PRIVATE = (
     "_C._current_graph_task_id",

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self, cast, get_args
 import torch
 
 from outcore.choice import Options, Placed, Planner, Timed
+from outcore.cli.plan.failing import refuse_failing, why_not_followed
 from outcore.cli.plan.known import known_models
 from outcore.cli.train.model.adapters import with_adapters
 from outcore.cli.train.model.quantization import Quantization, quantization_of
@@ -185,8 +186,11 @@ class Answer:
         return Least.of_any([least(model, job.limits, ways) for model in models])
 
     @property
-    def activation_bytes(self) -> int:
-        """The most that activations and workspace take on the device."""
+    def activation_bytes(self) -> int | None:
+        """The most that activations and workspace take on the device; None: not known."""
+        footprint = self.setting.profile.footprint
+        if footprint is None or not footprint.steps:
+            return None
         return max(load.peak_bytes for load in self.loads if load.label == "activations")
 
     @property
@@ -393,7 +397,9 @@ class _Asking:
                         work[name] = dataclasses.replace(work[name], measured=each.times(more))
                 return Profile(work, footprint_of(cut, sample, device, makes_logits=self._loop.makes_logits))
         except ConfigError as error:
-            self._guess = str(error)
+            with self._as_in_a_run():
+                refuse_failing(self._question.model, cut, sample, device)
+            self._guess = why_not_followed(error)
         model, seq_len = cut.modules[0], self._question.seq_len
         return Profile(unit_work(model, cut.spec, batch_size=batch_size, seq_len=seq_len), None)
 

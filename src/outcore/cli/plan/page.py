@@ -149,9 +149,11 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str, str]]:
     if binds:
         yield "Binds", binds[0][0].replace("_", " "), f"{binds[0][1]:.0%} of the step" + (f"; {rest}" if rest else "")
     kept = answer.found.plan.kept_bytes
-    room = "at most on the device, with workspace" + (f"; {_about(kept)} are left to keep more" if kept else "")
+    nbytes = answer.activation_bytes
+    most = "" if nbytes is None else "at most "
+    room = f"{most}on the device, with workspace" + (f"; {_about(kept)} are left to keep more" if kept else "")
     how = ", ".join(f"{count} x {policy} on {tier}" for (policy, tier), count in answer.policies.items())
-    yield "Activations", _about(answer.activation_bytes), f"{room}; units: {how}"
+    yield "Activations", "of unknown size" if nbytes is None else _about(nbytes), f"{room}; units: {how}"
     if ranks.size > 1:
         received = sum(answer.received_bytes().values())
         yield "Between ranks", _about(received), f"received by each per step: {received_text(answer)}"

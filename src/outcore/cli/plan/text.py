@@ -98,11 +98,9 @@ def received_text(answer: Answer) -> str:
 
 
 def _memory(answer: Answer) -> Iterator[tuple[str, str]]:
-    yield (
-        "peak",
-        f"{_sizes(answer.peak_bytes())} in use at once, of which {format_bytes(answer.activation_bytes)} activations "
-        "and workspace",
-    )
+    nbytes = answer.activation_bytes
+    room = f"of which {format_bytes(nbytes)}" if nbytes is not None else "and an unknown size of"
+    yield "peak", f"{_sizes(answer.peak_bytes())} in use at once, {room} activations and workspace"
     is_shared, least = answer.setting.ranks.per_node > 1, answer.least
     if is_shared:
         yield "", f"by all ranks of a node: {_sizes(answer.of_node(answer.peak_bytes(), all_tiers=True))}"

@@ -15,6 +15,7 @@ its arguments and results are the same. It saves the same for backward, but for 
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import threading
 from collections import OrderedDict
@@ -29,7 +30,7 @@ from outcore.core.errors import ConfigError
 from outcore.planning.forward.casts import Autocast
 from outcore.planning.units.partition import Partition
 from outcore.spec.model import row_major
-from outcore.torch_private import FakeTensor, FakeTensorMode, pytree
+from outcore.torch_private import FAKE_LOG, FakeTensor, FakeTensorMode, pytree
 
 _ANSWERING = threading.RLock()
 
@@ -61,6 +62,9 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
     """
     model = cut.modules[0]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), ExitStack() as undo:
+        silent = logging.Filter("nobody")  # what fails is told by the error alone
+        FAKE_LOG.addFilter(silent)
+        undo.callback(FAKE_LOG.removeFilter, silent)
         own = _fakes(cut, device)
         parts: dict[str, torch.Tensor] = {}
         for weight in cut.quantized:
