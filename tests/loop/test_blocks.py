@@ -389,12 +389,13 @@ class Leaks(Base):
     def forward(self, x):
         self.penalty = (self.up(x) * x).square().mean()
         self.plain = x.mean()
-        return self.core(x)
+        self.within = self.up(x)
+        return x + torch.tanh(self.within) * self.scale
 
 
 @KIND
 @POLICY
-@pytest.mark.parametrize("name", ["penalty", "plain"])
+@pytest.mark.parametrize("name", ["penalty", "plain", "within"])
 def test_gradients_through_attributes_are_refused(kind, policy, name, tmp_path):
     model = make(lambda: Tower(Leaks))
     with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, _):
@@ -402,7 +403,30 @@ def test_gradients_through_attributes_are_refused(kind, policy, name, tmp_path):
         with pytest.raises(
             outcore.UnsupportedError, match=r"unit 'blocks.1': expected gradients to come through its results"
         ):
-            (loss + getattr(model.blocks[1], name)).backward()
+            (loss + getattr(model.blocks[1], name).sum()).backward()
+
+
+@KIND
+@POLICY
+@pytest.mark.parametrize("ordinary", [True, False])
+def test_gradients_through_attributes_that_pass_no_argument_are_refused(kind, policy, ordinary, tmp_path):
+    model = make(lambda: Tower(Leaks))
+    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, _):
+        block = model.blocks[1]
+        loss = block(torch.rand(2, WIDTH, device=DEVICE, requires_grad=not ordinary)).sum() + block.within.sum()
+        with pytest.raises(
+            outcore.UnsupportedError, match=r"unit 'blocks.1': expected gradients to come through its results"
+        ):
+            loss.backward(inputs=None if ordinary else [block.up.bias])
+
+
+def test_gradients_through_attributes_in_a_plain_plan(tmp_path):
+    model = make(lambda: Tower(Leaks))
+    with prepared(model, adamw(model), "plain", tmp_path) as (model, _):
+        loss = model.loss(batch())  # the first call: what it saves is not known yet
+        with pytest.raises(outcore.UnsupportedError, match=r"unit 'blocks.1': expected gradients to come through its"):
+            (loss + model.blocks[1].within.sum()).backward()
+        model.loss(batch()).backward()
 
 
 class ReturnsWeight(Base):

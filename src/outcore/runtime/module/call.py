@@ -25,7 +25,7 @@ from outcore.order.activations import ActivationOrder
 from outcore.planning.forward.alike import is_cache
 from outcore.runtime.activations.policies import Policy, policy_of
 from outcore.runtime.activations.room import Between, Room
-from outcore.runtime.activations.saved import as_saved, slot_of, storage_of, version_of
+from outcore.runtime.activations.saved import as_saved, escaped, slot_of, storage_of, version_of
 from outcore.runtime.activations.saving import Graph, edges_of
 from outcore.runtime.module.argument_hooks import hand_on_hooks, refuse_backward
 from outcore.runtime.module.compiling import Compiling
@@ -38,6 +38,7 @@ from outcore.runtime.module.graphs import (
     find_leaves,
     gradients,
     guarded_leaf,
+    nodes_of,
     refuse_transforms,
     spare_functions,
     spare_hooks,
@@ -55,7 +56,15 @@ from outcore.runtime.values.access import Access
 from outcore.runtime.values.edits import OwnEdits
 from outcore.runtime.weights import Bound, Weights, make_way
 from outcore.spec.schedule import Phase
-from outcore.torch_private import as_it_is, is_executed, is_packing, keeps_graph, order_of, pytree
+from outcore.torch_private import (
+    as_it_is,
+    is_executed,
+    is_packing,
+    keeps_graph,
+    order_of,
+    pytree,
+    without_torch_function,
+)
 
 
 class GradientSink(Protocol):
@@ -296,7 +305,7 @@ class UnitCall:
                 saving = call.saving
                 if saving is not None:
                     saving.begin_backward()
-                inner, outputs = self._graph(call, saved)
+                inner, outputs = self._graph(call, saved, is_ordinary=is_ordinary)
                 if not is_kept:
                     call.release()
                 outer = [*(t for t, uses in zip(inner, call.uses, strict=True) if uses), *call.foreign]
@@ -354,12 +363,13 @@ class UnitCall:
         # A kept graph has saved gathered weights, or their place, which it does not find in the block.
         return (unit.weights_version, *(unit.presence.edits() if is_recomputed else ()))
 
-    def _graph(self, call: Call, saved: Sequence[torch.Tensor]) -> Graph:
+    def _graph(self, call: Call, saved: Sequence[torch.Tensor], *, is_ordinary: bool) -> Graph:
         """Return inner inputs and outputs: the kept ones, or those of a recompute."""
         if call.state is None:
             if call.graph is None:
                 why = "expected one backward through this graph, but it is the second"
                 raise UnsupportedError(f"{self._where}: {why}; pass retain_graph=True to the first")
+            _refuse_escaped(*call.graph, self._where, is_ordinary=is_ordinary)
             return call.graph
         count = None if call.kind is None else self._policy.count(call.kind)
         saving = nullcontext() if count is None else count.hooks()
@@ -406,3 +416,16 @@ def _is_wanted(node: Any) -> bool:
         return is_executed(node)
     except RuntimeError:  # raised by torch if torch.autograd.grad captures this very leaf
         return True
+
+
+def _refuse_escaped(inner: Sequence[torch.Tensor], outputs: Sequence[Any], where: str, *, is_ordinary: bool) -> None:
+    """Raise if the backward that runs now also enters a kept graph by a tensor that the block stored elsewhere.
+
+    Else autograd would say only that the graph, which is freed here, is walked a second time.
+    """
+    leaves = [t for t in inner if t.requires_grad and t.layout is torch.strided] if is_ordinary else []
+    with without_torch_function():  # arguments may be gone
+        ends = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+    # Where no such argument needs a gradient, or others are asked for, any node may tell.
+    if any(map(_is_wanted, ends or [node for node, _ in nodes_of(outputs)])):
+        raise UnsupportedError(escaped(where))

@@ -193,7 +193,7 @@ def find_leaves(
     """
     known = {id(t) for t in inner} | {id(p) for p in params}
     found, used = dict[int, torch.Tensor](), dict[int, int]()
-    for node, edges in _nodes(outputs):
+    for node, edges in nodes_of(outputs):
         if slot and isinstance(node, BackwardCFunction):
             _refuse_held_weights(node, slot, where)
         if order_of(node) < start:
@@ -210,7 +210,7 @@ def find_leaves(
     return list(found.values()), used
 
 
-def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[tuple[Any, Any]]:
+def nodes_of(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[tuple[Any, Any]]:
     """Return each node of a graph with its edges, without the nodes of leaves."""
     found = []
     seen: set[Any] = {None}
@@ -273,7 +273,7 @@ class UseByUse:
         """
         # Not if the block put a hook on the argument: its result, made of the sum, cannot be divided by use.
         number_of, handles = {id(inner[i]): i for i in self.heard if not inner[i]._backward_hooks}, []
-        for node, edges in _nodes(outputs):
+        for node, edges in nodes_of(outputs):
             leaves = [(place, id(end.variable)) for place, (end, _) in enumerate(edges) if type(end) is _LEAF]
             if ours := [(place, self.heard[number_of[leaf]]) for place, leaf in leaves if leaf in number_of]:
                 handles.append(node.register_hook(functools.partial(_add, ours)))
