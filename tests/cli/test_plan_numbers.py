@@ -26,7 +26,7 @@ def test_the_least_budgets_suffice_as_they_are_written(command: Run, tmp_path: P
     asked = ("plan", "--model", tmp_path / "config.json", "--hardware", "rtx-4090+no-disk", "--seq-len", 8)
     done = command(*asked, "--device-memory", "60MiB", "--host-memory", "1GiB")
     assert done.status == 0, done.err
-    said = next(line.split(": ")[1] for line in done.out.splitlines() if "at all: " in line)
+    said = next(line.split(": ")[1] for line in done.out.splitlines() if "all at once, the least device first" in line)
     flags = {"device": "--device-memory", "host": "--host-memory"}
     least = [word for size in said.split(", ") for word in (flags[size.split()[0]], size.split(maxsplit=1)[1])]
     done = command(*asked, *least)

@@ -21,6 +21,7 @@ from outcore.planning.homes.sending import Away
 from outcore.planning.homes.share import balanced_share
 from outcore.planning.paper.schedule import Circumstances, usual_visits
 from outcore.planning.search.candidates import ALL_DEVICE, ALL_DISK, ALL_HOST, TIGHT, Candidate, Kind, moved
+from outcore.planning.search.fillings import Fillings
 from outcore.planning.search.job import Job
 from outcore.planning.search.looks import Looks, Simulated
 from outcore.planning.search.search import Found, _Search, search
@@ -188,6 +189,30 @@ def test_an_order_of_updates_that_no_rule_has(at_once: int, monkeypatch: pytest.
     assert found.plan.updated_first == tuple(f"model.layers.{i}" for i in (3, 2, 4, 1))
 
 
+def test_states_on_disk_are_spread_among_the_others():
+    """The drive and the host then work all the time, and the plan names no more units than it must."""
+    choice = _Search(job_of(10, 1, 8, 30))._choice
+    here, away = Kind("device", "host", "host"), Kind("device", "host", "disk")
+    woven = Candidate((here,) * 7 + (away,) * 4, woven=True)
+    assert choice.plan(woven).updated_first == tuple(f"model.layers.{i}" for i in (0, 6, 1, 7, 2, 3, 8, 4, 9))
+    plain = dataclasses.replace(woven, woven=False)
+    assert plain in choice.turned(woven)
+    assert woven in choice.turned(plain)
+    assert choice.plan(dataclasses.replace(woven, kinds=(away,) * 11)).updated_first == ()
+    late = dataclasses.replace(woven, first=(4, 3))
+    assert choice.plan(late).updated_first[:4] == tuple(f"model.layers.{i}" for i in (3, 2, 0, 6))
+
+
+def test_random_candidates_find_what_changes_do_not(monkeypatch: pytest.MonkeyPatch):
+    """The host updates slowly, and so do links to it."""
+    job = job_of(16, 6, 10, 40)
+    updates = {"update": MIB / 6e-3, "device_update": MIB / 0.5e-3, "compute": 30e9}
+    job = dataclasses.replace(job, rates=dataclasses.replace(rates_of(job.model), parameters_per_s=updates))
+    found = search(job)
+    monkeypatch.setattr(Fillings, "drawn", lambda *_: iter(()))
+    assert found.simulation.step_s < 0.97 * search(job).simulation.step_s
+
+
 def test_updates_move_and_none_is_lost():
     chance = random.Random(0)
     for count in range(1, 9):
@@ -209,7 +234,7 @@ def test_updates_move_and_none_is_lost():
 def test_room_that_a_change_left_goes_to_nearer_kinds_of_the_plan():
     search = _Search(job_of(10, 1, 8, 30))
     far, near = Kind("host", "host", "disk"), Kind("device", "host", "host")
-    full = search._fill(search._choice.uniform(far), near)
+    full = search._fillings.fill(search._choice.uniform(far), near)
     count = full.kinds.count(near)
     loose = dataclasses.replace(full, kinds=(near,) * (count - 2) + (far,) * (11 - count + 2))
     assert 2 < count < 11
@@ -219,11 +244,13 @@ def test_room_that_a_change_left_goes_to_nearer_kinds_of_the_plan():
 def test_host_memory_that_units_on_the_device_leave_goes_to_the_next_units():
     """Units are filled from the first on. So those on the device were in host memory before, and leave room there."""
     search = _Search(job_of(16, 4, 6, 40))
-    filled = search._fill(search._choice.uniform(ALL_DISK, TIGHT), ALL_HOST)
-    moved = search._fill(filled, ALL_DEVICE)
+    filled = search._fillings.fill(search._choice.uniform(ALL_DISK, TIGHT), ALL_HOST)
+    moved = search._fillings.fill(filled, ALL_DEVICE)
     number, before = (each.kinds.count(kind) for each, kind in ((moved, ALL_DEVICE), (filled, ALL_HOST)))
     assert 2 < number < before
-    more = {near.kinds.count(ALL_HOST) for near in search._nearer(filled, ALL_HOST) if near.kinds[0] == ALL_DEVICE}
+    more = {
+        near.kinds.count(ALL_HOST) for near in search._fillings._nearer(filled, ALL_HOST) if near.kinds[0] == ALL_DEVICE
+    }
     assert more == {before - number, before - 1}, "the root has no data, and counted before"
 
 
@@ -292,8 +319,8 @@ def test_the_root_comes_first_in_the_order_and_stays_there():
     (rooted,) = choice.turned(plain)
     assert rooted.first == (0,)
     assert not list(choice.turned(rooted))
-    assert {candidate.first for candidate in choice.other_orders(plain)} == {(10,), (10, 9)}
-    assert {candidate.first for candidate in choice.other_orders(rooted)} == {(0, 10), (0, 10, 9)}
+    assert {candidate.first for candidate in choice.other_orders(plain)} == {(10,), (10, 9), (10, 9, 8, 7, 6)}
+    assert {candidate.first for candidate in choice.other_orders(rooted)} == {(0, 10), (0, 10, 9), (0, 10, 9, 8, 7, 6)}
     assert choice.plan(rooted).updated_first == ("",)
 
 

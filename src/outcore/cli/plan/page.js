@@ -364,7 +364,7 @@
   }
   if (!data.changes.length) put(byId("changes"), "li", "No change that was tried gains one percent.");
   table(byId("others"), ["plan", "step", "why not"], data.runners_up.map((o) => [o.name, o.step_s === null ? "" : seconds(o.step_s), o.reason]), [1]);
-  table(byId("least"), ["tier", "others as given", "at all"], TIERS.map((t) => [t, t in data.least.with_others ? needed(data.least.with_others[t]) : "no amount alone", needed(data.least.at_all[t])]), [1, 2]);
+  table(byId("least"), ["tier", "others as given", "all at once, the least device first"], TIERS.map((t) => [t, t in data.least.with_others ? needed(data.least.with_others[t]) : "no amount alone", needed(data.least.at_all[t])]), [1, 2]);
   table(byId("sources"), ["part", "figure", "value", "source"], data.sources.map((s) => [s[0], s[1].replaceAll("_", " "), plain(s[2]), s[3]]), [2]);
 
   byId("theme").onclick = () => {

@@ -106,7 +106,7 @@ def _memory(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "", f"by all ranks of a node: {_sizes(answer.of_node(answer.peak_bytes(), all_tiers=True))}"
     shared = " (of host and disk: for all ranks of a node)" if is_shared else ""
     yield "least", f"of one tier, with the others as they are{shared}: {_needs(answer.of_node(least.with_others))}"
-    yield "", f"at all: {_needs(answer.of_node(least.at_all))}"
+    yield "", f"all at once, the least device first: {_needs(answer.of_node(least.at_all))}"
 
 
 def _sizes(by_tier: Mapping[Tier, int]) -> str:

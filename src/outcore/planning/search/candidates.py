@@ -68,6 +68,8 @@ class Candidate:
     """The fraction updated inside backward of the remaining units that can be."""
     first: tuple[int, ...] = ()
     """Units whose updates ``step()`` begins with, in this order, by their places in the model."""
+    woven: bool = False
+    """Of the other updates, those with states on disk are spread among the rest, so that drive and host both work."""
     in_turn: bool = False
     """Units whose states are still in slots are updated in their turn, not first."""
     saves: Away | None = None
@@ -76,11 +78,15 @@ class Candidate:
     @functools.cached_property
     def order(self) -> tuple[object, ...]:
         """Sort key among equally good candidates."""
-        return self.kinds, repr((self.comfort, self.share, self.early, self.first, self.in_turn, self.saves))
+        return self.kinds, repr(self._rest)
+
+    @property
+    def _rest(self) -> tuple[object, ...]:
+        return self.comfort, self.share, self.early, self.first, self.woven, self.in_turn, self.saves
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.kinds, self.comfort, self.share, self.early, self.first, self.in_turn, self.saves))
+        return hash((self.kinds, self._rest))
 
     def __hash__(self) -> int:  # kept: kinds can be hundreds, and the hash is asked for again and again
         return self._hash
@@ -143,7 +149,7 @@ class Choice:
             units=units,
             pools=self._taken(candidate)[0],
             prefetch_depth=candidate.comfort.prefetch_depth if fetches else 0,
-            updated_first=tuple(units[i].name for i in candidate.first),
+            updated_first=tuple(units[i].name for i in self._updated_first(candidate)),
             kept_updated_first=not candidate.in_turn,
             accumulation_steps=self._accumulation_steps,
             micro_batches_in_unit=self._model.micro_batches_in_unit,
@@ -167,6 +173,17 @@ class Choice:
         for pool in pools:
             total[pool.tier] += pool.total_bytes
         return pools, total
+
+    def _updated_first(self, candidate: Candidate) -> tuple[int, ...]:
+        """Return the units whose updates come first; the others follow in the usual order."""
+        named = [i for i in candidate.first if i in self._trained]
+        rest = [i for i in self._trained if i not in set(named)] if candidate.woven else []
+        slow = [i for i in rest if candidate.kinds[i].states == "disk"]
+        if not 0 < len(slow) < len(rest):
+            return candidate.first
+        fast = [i for i in rest if candidate.kinds[i].states != "disk"]
+        spread_out = [((place + 0.5) / len(group), i) for group in (slow, fast) for place, i in enumerate(group)]
+        return _shortest([*named, *(i for _, i in sorted(spread_out))], self._trained)
 
     def _tell(self, candidate: Candidate) -> list[tuple[Kind, bool, bool]]:
         """Return of every unit its homes, whether the device updates it, and whether its update is early."""
@@ -213,9 +230,11 @@ class Choice:
         )
         return shared(plan, self._model.sharing)
 
-    def uniform(self, kind: Kind, comfort: Comfort = ROOMY, *, saves: Away | None = None) -> Candidate:
+    def uniform(
+        self, kind: Kind, comfort: Comfort = ROOMY, *, saves: Away | None = None, woven: bool = False
+    ) -> Candidate:
         """Return the candidate in which all units have the same kind."""
-        return Candidate((kind,) * len(self._model.units), comfort, saves=saves)
+        return Candidate((kind,) * len(self._model.units), comfort, saves=saves, woven=woven)
 
     def of(self, plan: Plan) -> Candidate:
         """Return the candidate that is most like a plan, with ``share`` and ``early`` left at 0."""
@@ -237,6 +256,7 @@ class Choice:
         yield from self._other_homes(candidate)
 
     def _other_updates(self, candidate: Candidate) -> Iterator[Candidate]:
+        yield from (replace(candidate, share=share) for share in (0.0, 1.0) if share != candidate.share)
         for by in (0.5, 0.25, 1 / 16):
             for share in (candidate.share - by, candidate.share + by):
                 if 0 <= share <= 1:
@@ -246,7 +266,10 @@ class Choice:
                     yield replace(candidate, early=early)
 
     def turned(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the candidate with ``in_turn`` changed, if it has slots for states, and the one with the root first."""
+        """Yield the candidate with ``woven`` or, if it has slots for states, ``in_turn`` changed, or the root first."""
+        other = replace(candidate, woven=not candidate.woven)
+        if self._updated_first(other) != self._updated_first(candidate):
+            yield other
         if any(pool.kind == "states" for pool in self._taken(candidate)[0]):
             yield replace(candidate, in_turn=not candidate.in_turn)
         if self._trained[-1:] == [ROOT] and ROOT not in candidate.first:
@@ -256,14 +279,14 @@ class Choice:
         """Yield candidates whose updates begin with more or fewer of the last units, whose gradients come first."""
         root = candidate.first[:1] if candidate.first[:1] == (ROOT,) else ()
         last, now = len(candidate.kinds) - 1, len(candidate.first) - len(root)
-        for by in dict.fromkeys((round(last / 4), round(last / 8), 1)):
+        for by in dict.fromkeys((round(last / 2), round(last / 4), round(last / 8), 1)):
             for number in (now + by, now - by) if by else ():
                 if 0 <= number <= last:
                     yield replace(candidate, first=(*root, *range(last, last - number, -1)))
 
     def moved(self, candidate: Candidate, chance: random.Random) -> Candidate:
         """Return the candidate with some updates moved to another place in the order: see ``moved``."""
-        return replace(candidate, first=moved(candidate.first, self._trained, chance))
+        return replace(candidate, first=moved(self._updated_first(candidate), self._trained, chance), woven=False)
 
     def _other_ways(self, now: Away | None) -> Iterator[Away | None]:
         """Yield other ways with activations, and the same way for more or fewer units."""
@@ -344,6 +367,13 @@ def moved(first: Sequence[int], trained: Sequence[int], chance: random.Random) -
     del order[start : start + width]
     place = chance.randint(0, len(order))
     order[place:place] = block
-    while len(order) > 1 and place_of[order[-2]] < place_of[order[-1]]:
-        order.pop()
-    return tuple(order[:-1])
+    return _shortest(order, trained)
+
+
+def _shortest(order: Sequence[int], trained: Sequence[int]) -> tuple[int, ...]:
+    """Leave out the last ones of an order which follow the others as in the usual order, ``trained``, anyway."""
+    place_of = {unit: place for place, unit in enumerate(trained)}
+    number = len(order) - 1
+    while number > 0 and place_of[order[number - 1]] < place_of[order[number]]:
+        number -= 1
+    return tuple(order[:number])

@@ -9,12 +9,11 @@ inputs give the same plan.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -23,18 +22,15 @@ from outcore.core.collecting import rarely_collecting
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planning.bound.bound import Bound
 from outcore.planning.homes.sending import Away
-from outcore.planning.homes.share import balanced_share
 from outcore.planning.search.candidates import (
     ALL_DEVICE,
-    ALL_DISK,
     ALL_HOST,
     KINDS,
     ROOMY,
-    SMALL,
     TIGHT,
     Candidate,
-    Kind,
 )
+from outcore.planning.search.fillings import Fillings
 from outcore.planning.search.job import Job
 from outcore.planning.search.looks import Looks, Simulated
 from outcore.planning.search.orders import reordered
@@ -51,6 +47,11 @@ _FEW_UNITS = 3
 """Units beside the root up to which changes of one or two of them reach every plan; no random changes are made."""
 _KICKS, _AFTER_A_KICK = 24, 60
 """Random changes of a small model's plan, and the most plans that are simulated after each."""
+_DRAWN, _PLANS_PER_START, _LEAST_CHANGES = 100, 40, 12
+"""Random candidates of a larger model. One other start more is changed for every so many plans that may be simulated,
+and at least so many changes of it are simulated."""
+_FAR, _NEAR = 1.2, 1.05
+"""Other starts that are slower than the best one by this factor are not changed, or not brought in order."""
 _MOST_WAYS = 2
 """Ways with activations that are looked at closely for a large model: the best ones."""
 _BOUNDS = 4
@@ -62,7 +63,6 @@ _ESTIMATED = 3
 _ROUNDING = 1e-9
 _BINDS = 0.03
 """Other orders of updates are tried where gradients and updates each bind a larger part of a step than this."""
-_BALANCED_BYTES = (16.0, 14.0)  # fp32 master, moments and gradient there; master, moments and a bf16 weight back
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,9 @@ class _Search:
     def __init__(self, job: Job, simulated: Simulated | None = None) -> None:
         self._job, self._looks = job, Looks(job, simulated)
         self._choice, self._fits = self._looks.choice, self._looks.fits
-        self._shed, self._fill = functools.cache(self._shedding), functools.cache(self._filling)
+        self._fillings = Fillings(job, self._looks)
         units = len(job.model.units) * job.micro_batches * job.model.micro_batches_in_unit
-        self._is_small = len(job.model.units) - 1 <= SMALL
         self._budget = max(12, min(_SIMULATED_UNITS // units, _MOST_SIMULATED))
-        self._share = round(balanced_share(job.rates, there=_BALANCED_BYTES[0], back=_BALANCED_BYTES[1]), 2)
 
     def __reduce__(self) -> tuple[type[_Search], tuple[Job]]:  # for another process, which finds the same
         return _Search, (self._job,)
@@ -177,17 +175,20 @@ class _Search:
         everything = self._choice.uniform(ALL_DEVICE, saves=self._job.ways[0])
         if self._fits(everything) and self._keeps_all(everything):  # nothing is moved where nothing must be
             return self.explain(looks.plan(everything), everything)
-        firsts = [] if self._is_small else self._firsts()
-        ways = self._job.ways if self._is_small else [candidate.saves for candidate in firsts]
-        fillings = self._lowest(set(map(looks.same, self._fillings(ways))), self._budget // 4)
-        best = self._fastest([*firsts, *fillings], _STARTS)
+        is_small = self._fillings.is_small
+        firsts = [] if is_small else self._firsts()
+        ways = self._job.ways if is_small else [candidate.saves for candidate in firsts]
+        fillings = self._lowest(set(map(looks.same, self._starts(ways))), self._budget // 4)
+        best = self._fastest(dict.fromkeys(map(looks.same, [*firsts, *fillings])), _STARTS)
         rest, units = self._budget - self._budget // 4, len(self._job.model.units) - 1
         turns = (rest // 2, rest // 4, rest // 4) if rest > _FEW else (rest,)
         changed = [self._descend(start, most) for start, most in zip(best, turns, strict=False)]
-        if self._is_small and changed and units > _FEW_UNITS:
+        if is_small and changed and units > _FEW_UNITS:
             changed.append(self._kick(min(changed, key=looks.seconds)))
         if changed:
             changed.append(reordered(min(changed, key=looks.seconds), looks, self._job))
+            most = 0 if is_small else max(rest // 3, _LEAST_CHANGES)
+            changed += self._again(min(changed, key=looks.seconds), best, most) if most else []
         simple = [candidate for candidate in uniform(looks, None).values() if self._fits(candidate)]
         plans = [*((looks.plan(candidate), candidate) for candidate in self._fastest([*changed, *simple], 1)), today]
         return self.explain(*min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves)))
@@ -264,10 +265,11 @@ class _Search:
             known: Candidates that are good for jobs like it.
             enough_s: Seconds of a step. Fillings that cannot take less are left out, so there may be none.
         """
-        looks, starts = self._looks, [replace(candidate, saves=away) for candidate in known]
-        starts = [*starts, *(replace(start, share=self._share) for start in starts or self._far(away))]
-        starts += self._far(away)
-        filled = {self._fill(start, near) for start in starts for near in KINDS[:4]}
+        looks, fillings = self._looks, self._fillings
+        starts = [replace(candidate, saves=away) for candidate in known]
+        starts += [replace(start, share=fillings.share) for start in starts or fillings.far(away)]
+        starts += fillings.far(away)
+        filled = {fillings.fill(start, near) for start in starts for near in KINDS[:4]}
         others = sorted(filter(self._fits, filled), key=lambda c: (looks.busiest(c), c.order))[:_ESTIMATED]
         return self._lowest((other for other in others if looks.busiest(other)[0] < enough_s), 1)
 
@@ -277,7 +279,7 @@ class _Search:
         first = [best for several in self._looks.simulated.over(self._soonest, ways) for best in several]
         return self._fastest(sorted(first, key=self._looks.coarse_s), _MOST_WAYS)
 
-    def _fillings(self, ways: Iterable[Away | None]) -> Iterator[Candidate]:
+    def _starts(self, ways: Iterable[Away | None]) -> Iterator[Candidate]:
         """Yield the starts of the search that fit: see [Note: how it is found]."""
         today = self.like(self._looks.today, self._job.ways[0])
         yield from filter(self._fits, [today])
@@ -288,74 +290,9 @@ class _Search:
 
     def _best_filled(self, away: Away | None) -> list[Candidate]:
         """Return the fillings of one way with activations that are to be compared by their bounds."""
-        fitting = filter(self._fits, dict.fromkeys(self._filled(away)))
+        fitting = filter(self._fits, dict.fromkeys(self._fillings.of(away)))
         ordered = sorted(fitting, key=lambda c: (self._looks.busiest(c), c.order))
-        return ordered[: _FILLINGS_OF_SMALL if self._is_small else _FILLINGS]
-
-    def _filled(self, away: Away | None) -> Iterator[Candidate]:
-        """Yield candidates with one or two near kinds for as many units as fit, and a far kind for the rest."""
-        is_small = self._is_small
-        for far in self._far(away):
-            starts = [far, replace(far, share=self._share), replace(far, share=self._share, comfort=TIGHT)]
-            roots = (ALL_DEVICE, KINDS[2], ALL_DISK) if is_small else ()
-            starts += [replace(far, kinds=(kind, *far.kinds[1:])) for kind in roots]
-            starts += [replace(far, share=1.0)] if is_small else []
-            starts += [replace(far, comfort=TIGHT)] if self._job.saved or is_small else []  # leaves room
-            for start in starts:
-                for middle in (None, *KINDS[1:4]):
-                    yield from self._nearer(start if middle is None else self._fill(start, middle), middle)
-
-    def _nearer(self, filled: Candidate, middle: Kind | None) -> Iterator[Candidate]:
-        """Yield a filling, and fillings with a near kind for the first units. Their room goes to the next units."""
-        yield filled
-        for kind, first in itertools.product(KINDS[:3], range(1 + self._is_small)):
-            yield (nearer := self._fill(filled, kind, first=first))
-            if middle is not None:
-                count = sum(1 for _ in itertools.takewhile(kind.__eq__, nearer.kinds[first:]))
-                yield self._fill(nearer, middle, first=first + count)
-
-    def _far(self, away: Away | None) -> Iterator[Candidate]:
-        """Yield candidates with only the root on the device, as much as fits in host memory, and the rest on disk.
-
-        Some fit only once units have moved nearer.
-        """
-        for kind in KINDS[3:] if self._looks.room(away)["disk"] else (ALL_HOST,):
-            for comfort in (ROOMY, TIGHT):
-                uniform = self._choice.uniform(kind, comfort, saves=away)
-                if self._fits(uniform):
-                    yield uniform
-                    if kind == ALL_HOST:  # then the disk gains nothing
-                        return
-                    break
-                yield uniform if kind == ALL_HOST else self._fill(uniform, ALL_HOST)
-
-    def _filling(self, candidate: Candidate, kind: Kind, *, first: int = 0) -> Candidate:
-        """Give a kind to as many units, from ``first`` on, as there is room for on the tiers that this fills."""
-        count, kinds, looks = len(candidate.kinds) - first, candidate.kinds, self._looks
-
-        def filled(number: int) -> Candidate:
-            return replace(candidate, kinds=(*kinds[:first], *(kind,) * number, *kinds[first + number :]))
-
-        before, after = (looks.choice.tier_bytes(filled(number)) for number in (0, count))
-        room, grows = looks.room(candidate.saves), [tier for tier in before if after[tier] > before[tier]]
-
-        def lacks(number: int) -> bool:
-            missing = looks.missing(filled(number))
-            return any(tier in grows for tier in missing)
-
-        near = min((count * max(room[t] - before[t], 0) // (after[t] - before[t]) for t in grows), default=count)
-        return filled(max(_first_true(lacks, count + 1, near) - 1, 0))
-
-    def _shedding(self, candidate: Candidate, kind: Kind) -> Candidate:
-        """Move nearer units to a kind that is farther, the last units first, and only as many as must be."""
-        kinds, rank = candidate.kinds, self._choice.rank
-        nearer = [i for i, now in enumerate(kinds) if rank(now) < rank(kind)][::-1]
-
-        def shed(number: int) -> Candidate:
-            farther = frozenset(nearer[:number])
-            return replace(candidate, kinds=tuple(kind if i in farther else now for i, now in enumerate(kinds)))
-
-        return shed(bisect.bisect_left(range(len(nearer)), 1, key=lambda n: self._fits(shed(n))))
+        return ordered[: _FILLINGS_OF_SMALL if self._fillings.is_small else _FILLINGS]
 
     def _descend(self, best: Candidate, most: int, *, alone: bool = False) -> Candidate:
         """Take changes that make it faster, until none does or enough were tried. Args: alone: No pairs."""
@@ -373,7 +310,7 @@ class _Search:
         self, open_ones: Iterator[tuple[Candidate, _Tried]], enough_s: float
     ) -> tuple[Candidate, _Tried] | None:
         """Return the first that is faster. Several are simulated at once; how many makes no difference."""
-        looks, at_once = self._looks, 1 if self._is_small else self._looks.simulated.at_once
+        looks, at_once = self._looks, 1 if self._fillings.is_small else self._looks.simulated.at_once
         while several := list(itertools.islice(open_ones, at_once)):
             looks.simulate((looks.plan(other), other.saves) for other, _ in several)
             for other, tried in several:
@@ -400,6 +337,19 @@ class _Search:
             simulated += 1
             yield other, _Tried(simulated, bounded, len(seen))
 
+    def _again(self, best: Candidate, starts: Sequence[Candidate], most: int) -> Iterator[Candidate]:
+        """Change starts again, in other orders, and other ones, unless they are far slower than the best candidate."""
+        looks, best_s = self._looks, self._looks.seconds(best)
+        yield from (self._descend(reordered(start, looks, self._job), most) for start in self._open(starts[:1], best_s))
+        twins = [replace(start, woven=not start.woven) for start in starts[:2]]
+        drawn = self._fillings.drawn(best, min(_DRAWN, self._budget))
+        others = dict.fromkeys(map(looks.same, [*starts[1:], *twins, *drawn]))
+        ordered = sorted(self._open(others, best_s), key=looks.coarse_s)
+        for start in self._fastest(ordered, 1 + self._budget // _PLANS_PER_START):
+            if looks.seconds(start) < _FAR * best_s:
+                found = self._descend(start, most)
+                yield reordered(found, looks, self._job) if looks.seconds(found) < _NEAR * best_s else found
+
     def _kick(self, best: Candidate) -> Candidate:
         """Change several things at once, at random with a fixed seed, and descend from there."""
         chance, count = random.Random(len(best.kinds)), len(best.kinds)
@@ -411,10 +361,9 @@ class _Search:
             for j in chance.sample(range(count), min(count, chance.randint(1, 3))):
                 kinds[j] = chance.choice(KINDS)
             comfort, saves = chance.choice([best.comfort, ROOMY, TIGHT]), chance.choice([best.saves, *self._job.ways])
-            share = chance.choice([best.share, 0.0, self._share, 0.5, 1.0])
+            share = chance.choice([best.share, 0.0, self._fillings.share, 0.5, 1.0])
             kicked = replace(best, kinds=tuple(kinds), comfort=comfort, share=share, saves=saves)
-            roomier = (kicked, *(self._shed(kicked, kind) for kind in KINDS[2:]))
-            start = next(filter(self._fits, roomier), None)
+            start = self._fillings.fitted(kicked)
             if start is not None:
                 found = self._descend(start, _AFTER_A_KICK, alone=True)
                 best = min(best, found, key=self._looks.seconds)
@@ -422,29 +371,18 @@ class _Search:
 
     def _around(self, best: Candidate, *, alone: bool) -> Iterator[Candidate]:
         """Yield changes. If one leaves room, also fill it; if one does not fit, move units farther instead."""
+        is_small, fill = self._fillings.is_small, self._fillings.fill
         binding = self._looks.simulation(self._looks.plan(best), best.saves).binding
         if min(binding.get("d2h", 0.0), binding.get("update", 0.0)) > _BINDS:  # updates may wait for gradients
             yield from self._choice.other_orders(best)
-        yield from self._choice.turned(best) if self._is_small else ()
-        near = (ALL_DEVICE, *KINDS[1:4]) if self._is_small else (ALL_DEVICE,)
-        yield from (self._fill(best, kind) for kind in sorted(set(best.kinds), key=self._choice.rank)[:-1])  # room left
+        yield from self._choice.turned(best) if is_small else ()
+        near = (ALL_DEVICE, *KINDS[1:4]) if is_small else (ALL_DEVICE,)
+        yield from (fill(best, kind) for kind in sorted(set(best.kinds), key=self._choice.rank)[:-1])  # room left
         for other in self._choice.neighbours(best):
             if self._fits(other):
                 yield other
-                yield from (self._fill(other, kind) for kind in near)
+                yield from (fill(other, kind) for kind in near)
             else:
-                far = KINDS[2:] if self._is_small else sorted({*other.kinds, ALL_HOST}, key=self._choice.rank)[1:]
-                yield from (self._shed(other, kind) for kind in far)
-        yield from self._choice.pairs(best) if self._is_small and not alone else ()
-
-
-def _first_true(test: Callable[[int], bool], count: int, near: int) -> int:
-    """Return the first number below ``count`` from which on all pass a test, else ``count``. Args: near: A guess."""
-    low, high, number, step = 0, count, min(near, count - 1), 1
-    while low < high and not (low and high < count):
-        if test(number):
-            high, number = number, max(number - step, low)
-        else:
-            low, number = number + 1, min(number + step, high - 1)
-        step *= 2
-    return bisect.bisect_left(range(count), 1, low, high, key=test)
+                far = KINDS[2:] if is_small else sorted({*other.kinds, ALL_HOST}, key=self._choice.rank)[1:]
+                yield from (self._fillings.shed(other, kind) for kind in far)
+        yield from self._choice.pairs(best) if is_small and not alone else ()
