@@ -126,7 +126,10 @@ def test_a_smaller_batch_fits_and_a_larger_one_is_recomputed(sizes: list[int]) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activations": "moon", "sample": {}}, "activations: expected 'host' or 'disk', or None .* but got 'moon'"),
+        (
+            {"activations": "moon", "sample": sample_of()},
+            "activations: expected 'host' or 'disk', or None .* but got 'moon'",
+        ),
         ({"activations": "disk", "sample": sample_of()}, "activations: expected a folder for the disk tier"),
         ({"activations": "host"}, "activations: expected sample= beside it"),
         ({"activations": "host", "sample": {"x": torch.ones(2)}}, "sample: expected keyword arguments with which"),
@@ -188,5 +191,5 @@ def test_a_plan_says_where_activations_rest() -> None:
 
 def test_a_tower_with_positional_arguments_has_no_sample() -> None:
     model = make(Tower)
-    with pytest.raises(ConfigError, match="sample: expected keyword arguments"):
+    with pytest.raises(ConfigError, match="expected sample to be keyword arguments of Tower.forward"):
         outcore.prepare(model, adamw(model), sample={"tokens": batch()}, activations="host", device=DEVICE)

@@ -344,6 +344,7 @@ class _Search:
         twins = [replace(start, woven=not start.woven) for start in starts[:2]]
         drawn = self._fillings.drawn(best, min(_DRAWN, self._budget))
         others = dict.fromkeys(map(looks.same, [*starts[1:], *twins, *drawn]))
+        others.pop(starts[0], None)  # was changed already
         ordered = sorted(self._open(others, best_s), key=looks.coarse_s)
         for start in self._fastest(ordered, 1 + self._budget // _PLANS_PER_START):
             if looks.seconds(start) < _FAR * best_s:
