@@ -47,9 +47,9 @@ _FEW_UNITS = 3
 """Units beside the root up to which changes of one or two of them reach every plan; no random changes are made."""
 _KICKS, _AFTER_A_KICK = 24, 60
 """Random changes of a small model's plan, and the most plans that are simulated after each."""
-_DRAWN, _PLANS_PER_START, _LEAST_CHANGES = 100, 40, 12
-"""Random candidates of a larger model. One other start more is changed for every so many plans that may be simulated,
-and at least so many changes of it are simulated."""
+_FEWEST, _DRAWN, _PLANS_PER_START, _LEAST_CHANGES = 20, 100, 40, 12
+"""If fewer plans than this may be simulated, no other starts are changed. The most random candidates. One start more is
+changed for every so many plans that may be simulated, and at least so many changes of it are simulated."""
 _FAR, _NEAR = 1.2, 1.05
 """Other starts that are slower than the best one by this factor are not changed, or not brought in order."""
 _MOST_WAYS = 2
@@ -187,8 +187,8 @@ class _Search:
             changed.append(self._kick(min(changed, key=looks.seconds)))
         if changed:
             changed.append(reordered(min(changed, key=looks.seconds), looks, self._job))
-            most = 0 if is_small else max(rest // 3, _LEAST_CHANGES)
-            changed += self._again(min(changed, key=looks.seconds), best, most) if most else []
+            if not is_small and self._budget >= _FEWEST:
+                changed += self._again(min(changed, key=looks.seconds), best, max(rest // 3, _LEAST_CHANGES))
         simple = [candidate for candidate in uniform(looks, None).values() if self._fits(candidate)]
         plans = [*((looks.plan(candidate), candidate) for candidate in self._fastest([*changed, *simple], 1)), today]
         return self.explain(*min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves)))
