@@ -2,9 +2,9 @@
 
 [Note: how it is found] Fillings come first: the nearest kinds of homes for as many units as fit, farther ones for the
 rest. Those with the lowest bounds are simulated, and the best of them is changed step by step while it gets faster. A
-change whose bound is above the best time so far cannot be better, and is not simulated. The rule's plan and uniform
-ones are simulated in any case: the plan that is found is never slower than these. All counts are fixed, so the same
-inputs give the same plan.
+change whose bound is above the best time so far cannot be better, and is not simulated. Since this ends where no single
+change helps, other starts are changed, too. The rule's plan and uniform ones are simulated in any case: the plan that
+is found is never slower than these. All counts are fixed, so the same inputs give the same plan.
 """
 
 from __future__ import annotations
