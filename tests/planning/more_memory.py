@@ -20,7 +20,7 @@ from outcore.planning.search.job import Job
 from outcore.planning.search.search import search
 from outcore.spec.plan import POLICIES
 
-from .fixed_policies import settings
+from .fixed_policies import Asked, settings
 from .near_best import random_job
 
 FACTORS = (1.0, 1.03, 1.1, 1.3, 2.0)
@@ -58,12 +58,15 @@ def worst(seconds: Sequence[float | None]) -> float:
 
 def known_jobs(count: int) -> Iterator[tuple[str, Job]]:
     """The settings of ``fixed_policies``."""
-    known = {each.name: each for each in known_models()}
     for asked in list(settings())[:count]:
-        question = asked.question()
-        found = answer_for(question, known[asked.model].source, machine_for(question))
-        job = dataclasses.replace(found.setting, ways=WAYS).job()
-        yield f"{asked.model} on {asked.hardware}, {asked.device_memory} and {asked.host_memory}", job
+        yield f"{asked.model} on {asked.hardware}, {asked.device_memory} and {asked.host_memory}", job_of(asked)
+
+
+def job_of(asked: Asked) -> Job:
+    """The job of a setting, with all ways to treat activations."""
+    source = next(each.source for each in known_models() if each.name == asked.model)
+    question = asked.question()
+    return dataclasses.replace(answer_for(question, source, machine_for(question)).setting, ways=WAYS).job()
 
 
 def main() -> None:
