@@ -15,7 +15,7 @@ from outcore.cli.plan.text import drive_life, order_texts, received_text
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, format_rate
 from outcore.planning.homes.reservations import reservations
-from outcore.planning.search.changes import Point, over_batch, over_device_memory, over_host_memory
+from outcore.planning.search.changes import Point, curves
 from outcore.planning.timing.ranks import links_of, network_of
 from outcore.spec.plan import TIERS, UnitPlan
 from outcore.spec.timeline import COMPUTE, Span
@@ -281,11 +281,11 @@ def _curves(answer: Answer) -> list[dict[str, Any]]:
     def curve(name: str, points: Sequence[Point], *, is_bytes: bool) -> dict[str, Any]:
         return {"name": name, "is_bytes": is_bytes, "points": [point._asdict() for point in points]}
 
-    given = (answer.setting, answer.found)
+    over = curves(answer.setting, answer.found, over=answer.over)
     return [
-        curve("Device memory", over_device_memory(*given), is_bytes=True),
-        curve("Host memory", over_host_memory(*given), is_bytes=True),
-        curve("Sequences in a micro-batch", over_batch(*given), is_bytes=False),
+        curve("Device memory", over.device_memory, is_bytes=True),
+        curve("Host memory", over.host_memory, is_bytes=True),
+        curve("Sequences in a micro-batch", over.batch, is_bytes=False),
     ]
 
 

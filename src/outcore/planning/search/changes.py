@@ -1,6 +1,7 @@
 """What would help, and how step time depends on memory and batch: the same question asked of changed settings.
 
-Changed settings are estimated from the plan that was found: what is best for one is nearly best for the next.
+Changed settings are estimated from the plan that was found, since what is best for one is often nearly best for the
+next, and from fillings where that plan does not fit or leaves much room.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from outcore.core.quantities import format_bytes
 from outcore.planning.search.candidates import Candidate
 from outcore.planning.search.looks import Simulated
-from outcore.planning.search.search import Found, estimate
+from outcore.planning.search.search import Estimate, Found, estimate, improve
 from outcore.planning.search.setting import Setting
 
 _LEAST_GAIN = 1.01
@@ -49,6 +51,15 @@ class Point(NamedTuple):
     is_today: bool
 
 
+class Curves(NamedTuple):
+    """Step times, each over one thing that may change."""
+
+    device_memory: tuple[Point, ...]
+    host_memory: tuple[Point, ...]
+    batch: tuple[Point, ...]
+    """Over sequences per micro-batch."""
+
+
 class _Tried(NamedTuple):
     """A change whose gain is not known yet."""
 
@@ -61,9 +72,13 @@ class _Tried(NamedTuple):
     same_s: float
     """Seconds of a step with the change at which tokens per second are the same as without it."""
 
+    def change(self, reached: Estimate) -> Change:
+        """Return the change with its gain."""
+        return Change(self.name, self.effort, reached.step_s, self.same_s / reached.step_s)
+
 
 def best_changes(
-    setting: Setting, found: Found, *, most: int = 3, over: Callable[..., Iterable[Change | None]] = map
+    setting: Setting, found: Found, *, most: int = 3, over: Callable[..., Iterable[Any]] = map
 ) -> tuple[Change, ...]:
     """Return the changes with the largest gain for their effort.
 
@@ -76,23 +91,32 @@ def best_changes(
     """
     step_s, known = found.simulation.step_s, found.candidate
     tried = [_Tried(*each, known, step_s * each[-1].tokens / setting.tokens) for each in _changed(setting)]
-    changes = [change for change in over(_estimated, tried) if change is not None]
-    return tuple(sorted(changes, key=lambda change: -change.worth)[:most])
+    reached = list(over(_reached, tried))
+    changes = {i: tried[i].change(estimated) for i, estimated in enumerate(reached) if estimated is not None}
+    best = sorted(sorted(changes, key=lambda i: -changes[i].worth)[:most])  # what cannot be pickled stays first
+    improved = over(_improved, [(tried[i], reached[i]) for i in best])
+    chosen = [tried[i].change(estimated) for i, estimated in zip(best, improved, strict=True)]
+    return tuple(sorted(chosen, key=lambda change: -change.worth))
 
 
-def _estimated(tried: _Tried) -> Change | None:
-    """Return the change with its gain, or None if it gains next to nothing."""
+def _reached(tried: _Tried) -> Estimate | None:
+    """Return the estimated step with the change, or None if it gains next to nothing."""
     reached = estimate(tried.setting.job(), [tried.known], enough_s=tried.same_s / _LEAST_GAIN)
     if reached is None or not reached.step_s or tried.same_s / reached.step_s < _LEAST_GAIN:
         return None
-    return Change(tried.name, tried.effort, reached.step_s, tried.same_s / reached.step_s)
+    return reached
+
+
+def _improved(pair: tuple[_Tried, Estimate]) -> Estimate:
+    tried, reached = pair
+    return improve(tried.setting.job(), reached)
 
 
 def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
     """Yield of every change its name, its effort, and the changed setting."""
     batch = 2 * setting.batch_size
     yield f"batches of {batch} sequences", 1, replace(setting, batch_size=batch)
-    setting = replace(setting, profile_of={setting.batch_size: setting.profile}.__getitem__)
+    setting = _with_profile(setting)
     hardware, limits = setting.hardware, setting.limits
     disk, bus, host, device = hardware.disk, hardware.bus, hardware.host, hardware.device
     steps = 2 * setting.micro_batches
@@ -122,56 +146,70 @@ def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
     yield "a device that computes twice as fast", 4, replace(setting, hardware=replace(hardware, device=faster_device))
 
 
+def _with_profile(setting: Setting) -> Setting:
+    """Return the setting with the profile of its own batches alone, so that it can be pickled."""
+    return replace(setting, profile_of={setting.batch_size: setting.profile}.__getitem__)
+
+
 def _times(part: Any, factor: float, *fields: str) -> Any:
     return replace(part, **{field: factor * getattr(part, field) for field in fields})
 
 
-def over_device_memory(setting: Setting, found: Found) -> tuple[Point, ...]:
-    """Return step times for different budgets of device memory."""
-    return _over_memory(setting, found, "device_bytes")
+def curves(setting: Setting, found: Found, *, over: Callable[..., Iterable[Any]] = map) -> Curves:
+    """Return step times over memory and batches. Args: as for ``best_changes``."""
+    today, same_batch = Estimate(found.simulation.step_s, found.candidate), _with_profile(setting)
+    over_memory = ((partial(_over_memory, field), same_batch) for field in ("device_bytes", "host_bytes"))
+    batch, device, host = over(_points, [(_over_batch, setting, today), *((*each, today) for each in over_memory)])
+    return Curves(device, host, batch)
 
 
-def over_host_memory(setting: Setting, found: Found) -> tuple[Point, ...]:
-    """Return step times for different budgets of host memory."""
-    return _over_memory(setting, found, "host_bytes")
+def _points(asked: tuple[Callable[[Setting, Estimate], tuple[Point, ...]], Setting, Estimate]) -> tuple[Point, ...]:
+    curve, setting, today = asked
+    return curve(setting, today)
 
 
-def _over_memory(setting: Setting, found: Found, field: str) -> tuple[Point, ...]:
+def _over_memory(field: str, setting: Setting, today: Estimate) -> tuple[Point, ...]:
+    """Return step times for different budgets. Args: field: Of ``Limits``. today: What was found for the setting."""
     sizes = [int(factor * getattr(setting.limits, field)) for factor in _MEMORY]
-    today = getattr(setting.limits, field)
-    return _curve(setting, found, sizes, today, lambda n: setting.with_limits(**{field: n}), is_memory=True)
+    now = getattr(setting.limits, field)
+    return _curve(setting, today, sizes, now, lambda n: setting.with_limits(**{field: n}), is_memory=True)
 
 
-def over_batch(setting: Setting, found: Found) -> tuple[Point, ...]:
-    """Return step times for different sequences per micro-batch, up to the first size that does not fit."""
+def _over_batch(setting: Setting, today: Estimate) -> tuple[Point, ...]:
+    """Return step times for different sequences per micro-batch, up to the first size that does not fit.
+
+    Args:
+        setting: The setting as it is.
+        today: What was found for it.
+    """
     doubled = [2**i for i in range(_MOST_BATCHES)]
     sizes = sorted({*doubled, setting.batch_size, 2 * setting.batch_size, 4 * setting.batch_size})
     near = [size for size in sizes if setting.batch_size / 16 <= size <= 16 * setting.batch_size]
-    points = _curve(setting, found, near, setting.batch_size, lambda n: replace(setting, batch_size=n), is_memory=False)
+    points = _curve(setting, today, near, setting.batch_size, lambda n: replace(setting, batch_size=n), is_memory=False)
     fitting = [point for point in points if point.step_s is not None]
     return (*fitting, *[point for point in points if point.step_s is None][:1])
 
 
 def _curve(
     setting: Setting,
-    found: Found,
+    today: Estimate,
     values: Iterable[int],
-    today: int,
+    now: int,
     changed: Callable[[int], Setting],
     *,
     is_memory: bool,
 ) -> tuple[Point, ...]:
     """Return points from the smallest value up, so that a candidate that fits in less is known where there is more."""
     points: list[Point] = []
-    known: Sequence[Candidate] = [found.candidate]
+    known: Sequence[Candidate] = [today.candidate]
     simulated = Simulated() if is_memory else None
     for value in sorted(values):
-        if value == today:
-            points.append(Point(value, found.simulation.step_s, setting.tokens, is_today=True))
+        if value == now:
+            points.append(Point(value, today.step_s, setting.tokens, is_today=True))
             continue
         other = changed(value)
         reached = estimate(other.job(), known, simulated)
         if reached is not None:
-            known = list(dict.fromkeys([found.candidate, reached.candidate]))
+            known = list(dict.fromkeys([today.candidate, reached.candidate]))
         points.append(Point(value, None if reached is None else reached.step_s, other.tokens, is_today=False))
     return tuple(points)
