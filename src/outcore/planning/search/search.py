@@ -40,6 +40,9 @@ from outcore.spec.plan import Plan
 
 _SIMULATED_UNITS, _MOST_SIMULATED = 1500, 200
 """The most units in all simulated steps together; the most simulated plans."""
+_LEAST_SIMULATED, _WITH_VISITS, _MOST_VISITS = 12, 24, 300
+"""The fewest plans that may be simulated, and the fewest if several visits of a unit alone make a step long, unless
+there are more visits than this in a step. With 12, steps of 8B with four micro-batches were 6 and 15% longer."""
 _FEW = 100
 """If more plans than this may be simulated, several starts are changed, not only the best."""
 _STARTS = 3
@@ -171,8 +174,9 @@ class _Search:
         self._job, self._looks = job, Looks(job, simulated)
         self._choice, self._fits = self._looks.choice, self._looks.fits
         self._fillings = Fillings(job, self._looks)
-        units = len(job.model.units) * job.micro_batches * job.model.micro_batches_in_unit
-        self._budget = max(12, min(_SIMULATED_UNITS // units, _MOST_SIMULATED))
+        units, visits = len(job.model.units), job.micro_batches * job.model.micro_batches_in_unit
+        least = min(_WITH_VISITS, _SIMULATED_UNITS // units) if units * visits <= _MOST_VISITS else _LEAST_SIMULATED
+        self._budget = max(_LEAST_SIMULATED, least, min(_SIMULATED_UNITS // (units * visits), _MOST_SIMULATED))
 
     def __reduce__(self) -> tuple[type[_Search], tuple[Job]]:  # for another process, which finds the same
         return _Search, (self._job,)
