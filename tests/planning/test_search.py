@@ -223,6 +223,13 @@ def test_random_candidates_find_what_changes_do_not(monkeypatch: pytest.MonkeyPa
     assert found.simulation.step_s < 0.97 * search(job).simulation.step_s
 
 
+def test_more_plans_are_compared_where_micro_batches_make_a_step_long(monkeypatch: pytest.MonkeyPatch):
+    job = job_of(9, 4, 6, 60, micro_batches=8)
+    found = search(job)
+    monkeypatch.setattr("outcore.planning.search.search._WITH_VISITS", 12)
+    assert found.simulation.step_s < 0.99 * search(job).simulation.step_s
+
+
 def test_updates_move_and_none_is_lost():
     chance = random.Random(0)
     for count in range(1, 9):
