@@ -41,8 +41,8 @@ from outcore.spec.plan import Plan
 _SIMULATED_UNITS, _MOST_SIMULATED = 1500, 200
 """The most units in all simulated steps together; the most simulated plans."""
 _LEAST_SIMULATED, _WITH_VISITS, _MOST_VISITS = 12, 24, 300
-"""The fewest plans that may be simulated, and the fewest if several visits of a unit alone make a step long, unless
-there are more visits than this in a step. With 12, steps of 8B with four micro-batches were 6 and 15% longer."""
+"""The fewest plans that may be simulated. Where a step is long only because units are visited several times, more are
+needed: the second number, up to so many visits. With 12, steps of 8B with four micro-batches were 6 and 15% longer."""
 _FEW = 100
 """If more plans than this may be simulated, several starts are changed, not only the best."""
 _STARTS = 3
@@ -61,10 +61,11 @@ _BOUNDS = 4
 """Bounds that may be worked out for every plan that may be simulated."""
 _FILLINGS, _FILLINGS_OF_SMALL = 30, 160
 """Fillings of each way that are compared by their bounds."""
-_ESTIMATED, _SIMULATED_FILLINGS, _IMPROVING, _MUCH = 3, 2, 8, 0.1
-"""For an estimate: candidates like the known ones whose bounds are worked out for each treatment of activations, of
-which one is simulated; simulated fillings for the known ones' treatments; simulated changes that improve it; and the
-part of a tier that a known candidate must leave for fillings to be tried: else it is filled already."""
+_ESTIMATED, _SIMULATED_FILLINGS, _IMPROVING = 3, 2, 8
+"""For an estimate: candidates like the known ones whose bounds are worked out, of which one is simulated, for each
+treatment of activations; fillings that are simulated, for those of the known ones; changes that improve it."""
+_MUCH = 0.1
+"""A known candidate that leaves a larger part of a tier may be far from what fits, so fillings are tried, too."""
 _ROUNDING = 1e-9
 _BINDS = 0.03
 """Other orders of updates are tried where gradients and updates each bind a larger part of a step than this."""
