@@ -227,7 +227,32 @@ def test_more_plans_are_compared_where_micro_batches_make_a_step_long(monkeypatc
     job = job_of(9, 4, 6, 60, micro_batches=8)
     found = search(job)
     monkeypatch.setattr("outcore.planning.search.search._WITH_VISITS", 12)
+    monkeypatch.setattr("outcore.planning.search.looks._PLAYED", 8)
     assert found.simulation.step_s < 0.99 * search(job).simulation.step_s
+
+
+@pytest.mark.parametrize("clipping", [True, False])
+def test_long_steps_are_compared_by_a_few_of_their_micro_batches(clipping: bool):
+    job = job_of(9, 4, 20, 60, micro_batches=11, clipping=clipping, is_promised=not clipping)
+    looks = Looks(job)
+    assert looks.num_played == 4
+    for kind in (ALL_HOST, Kind("device", "host", "host"), Kind("host", "host", "disk"), ALL_DISK):
+        candidate = looks.choice.uniform(kind)
+        plan = looks.plan(candidate)
+        short, whole = (looks.simulation(plan, None, in_full=in_full) for in_full in (False, True))
+        assert short is not whole
+        assert short.step_s == pytest.approx(whole.step_s, rel=2e-3)
+        assert short.written_s == pytest.approx(whole.written_s, rel=2e-3)
+        assert short.binding == pytest.approx(whole.binding, abs=0.02)
+        assert looks.seconds(candidate) == looks.cost_s(plan, None, in_full=False)
+    found = search(job)
+    assert found.simulation.step_s == pytest.approx(step_s(job, found.plan), rel=2e-3)  # of all micro-batches
+
+
+def test_short_steps_are_compared_in_full():
+    looks = Looks(job_of(9, 4, 20, 60, micro_batches=4))
+    plan = looks.plan(looks.choice.uniform(ALL_HOST))
+    assert looks.simulation(plan, None, in_full=False) is looks.simulation(plan, None)
 
 
 def test_updates_move_and_none_is_lost():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from outcore.planning.bound.bound import MAX_NODES, Bound, bound_of, busiest_s
@@ -15,7 +16,7 @@ from outcore.planning.search.job import Job
 from outcore.planning.timing.simulate import PlayedSteps, Simulation, play_steps, simulation_of, steps_until_settled
 from outcore.spec.plan import Plan, Pool, Tier, UnitPlan
 
-_Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, tuple[str, ...], bool, bool]
+_Key = tuple[tuple[UnitPlan, ...], tuple[Pool, ...], int, tuple[str, ...], bool, bool, int]
 
 
 class Simulated(dict[_Key, Simulation]):
@@ -31,6 +32,9 @@ class Simulated(dict[_Key, Simulation]):
 
 
 _COARSE = 24
+_PLAYED = 4
+"""The most micro-batches that are played to compare plans. Steps of 9 micro-batches, extended from 4, were right within
+0.1% for 90 of 93 plans, and within 5% for all. From 3, disk-bound plans came out up to 14% too short."""
 _WEAR = 0.005
 """Seconds that a plan must gain for each second that the drive writes. Writing wears the drive, for nothing where host
 memory has room and a step is as short without."""
@@ -62,7 +66,7 @@ class Looks:
         """(id of a plan, way) -> the plan, held so that no other gets its id, and the plan with activations."""
         self.fits = functools.cache(self._fits)
         self.seconds = functools.cache(self._seconds)
-        """Candidate -> ``cost_s`` of its plan."""
+        """Candidate -> ``cost_s`` of its plan, as plans are compared: not all micro-batches are played."""
         self.room = functools.cache(lambda away: job.within(away).room)
         self.first_way = job.ways[0]
         """The way with activations of the rule's plan."""
@@ -78,6 +82,11 @@ class Looks:
             policy=job.policy,
             activations=job.within(job.ways[0]).activations,
         )
+
+    @property
+    def num_played(self) -> int:
+        """Micro-batches of a step that are played to compare plans. The rest are taken to be like these."""
+        return min(self._job.micro_batches, _PLAYED)
 
     @property
     def num_simulated(self) -> int:
@@ -100,29 +109,41 @@ class Looks:
             self._runs[key] = plan, self._job.as_run(plan, away)
         return self._runs[key][1]
 
-    def simulation(self, plan: Plan, away: Away | None) -> Simulation:
-        """Simulate a plan until steps have settled: the first steps of one that uses the disk may differ greatly."""
-        run = self.run(plan, away)
-        key = _key(run)
+    def simulation(self, plan: Plan, away: Away | None, *, in_full: bool = True) -> Simulation:
+        """Simulate a plan until steps have settled: the first steps of one that uses the disk may differ greatly.
+
+        Args:
+            plan: A plan without activations that leave.
+            away: What becomes of its activations.
+            in_full: Play all micro-batches; else ``num_played`` of them. The rest are taken to be like these.
+        """
+        run, num_played = self.run(plan, away), self._job.micro_batches if in_full else self.num_played
+        key = _key(run, num_played)
         if key not in self.simulated:
-            self.simulated[key] = simulation_of(self._again(run))
+            self.simulated[key] = self._simulated(run, num_played)
         return self.simulated[key]
 
-    def simulate(self, plans: Iterable[tuple[Plan, Away | None]]) -> None:
+    def simulate(self, plans: Iterable[tuple[Plan, Away | None]], *, in_full: bool = False) -> None:
         """Simulate several plans ahead of ``simulation``."""
+        num_played = self._job.micro_batches if in_full else self.num_played
         runs = [self.run(plan, away) for plan, away in plans]
-        new = {key: run for run in runs if (key := _key(run)) not in self.simulated}
-        for (key, run), numbers in zip(new.items(), self.simulated.over(self._numbers, new.values()), strict=True):
-            self.simulated[key] = Simulation(**numbers, again=self._again(run))
+        new = {key: run for run in runs if (key := _key(run, num_played)) not in self.simulated}
+        asked = [(run, num_played) for run in new.values()]
+        for (key, run), numbers in zip(new.items(), self.simulated.over(self._numbers, asked), strict=True):
+            self.simulated[key] = Simulation(**numbers, again=self._again(run, num_played))
 
-    def _numbers(self, run: Plan) -> dict[str, Any]:
-        """Return the fields of a simulation without ``again``."""
-        found = vars(simulation_of(self._again(run)))
-        return {name: value for name, value in found.items() if name != "again"}
+    def _numbers(self, asked: tuple[Plan, int]) -> dict[str, Any]:
+        """Return the fields of a simulation without ``again``. Args: asked: A plan, and micro-batches to play."""
+        return {name: value for name, value in vars(self._simulated(*asked)).items() if name != "again"}
 
-    def _again(self, run: Plan) -> Callable[[], PlayedSteps]:
+    def _simulated(self, run: Plan, num_played: int) -> Simulation:
+        return simulation_of(self._again(run, num_played), repeats=self._job.micro_batches - num_played)
+
+    def _again(self, run: Plan, num_played: int) -> Callable[[], PlayedSteps]:
         job, warm_up = self._job, steps_until_settled(run)
-        given = (job.model, run, job.rates, self._visits, self._circumstances)
+        if run.accumulation_steps is not None:
+            run = replace(run, accumulation_steps=num_played)
+        given = (job.model, run, job.rates, usual_visits(job.model, num_played), self._circumstances)
         return functools.partial(play_steps, *given, warm_up=warm_up, says_where=False)
 
     def __reduce__(self) -> tuple[type[Looks], tuple[Job]]:  # for another process, which finds the same
@@ -133,13 +154,16 @@ class Looks:
         job, run = self._job, self.run(plan, away)
         return bound_of(job.model, run, job.rates, self._visits, self._circumstances, max_nodes=max_nodes)
 
-    def cost_s(self, plan: Plan, away: Away | None) -> float:
-        """Return what a search minimizes: simulated seconds of a step, and a little for what the drive writes."""
-        found = self.simulation(plan, away)
+    def cost_s(self, plan: Plan, away: Away | None, *, in_full: bool = True) -> float:
+        """Return what a search minimizes: simulated seconds of a step, and a little for what the drive writes.
+
+        Args: as for ``simulation``.
+        """
+        found = self.simulation(plan, away, in_full=in_full)
         return found.step_s + _WEAR * found.written_s
 
     def _seconds(self, candidate: Candidate) -> float:
-        return self.cost_s(self.plan(candidate), candidate.saves)
+        return self.cost_s(self.plan(candidate), candidate.saves, in_full=False)
 
     def _coarse_s(self, candidate: Candidate) -> float:
         """Return a coarse bound: no step is shorter."""
@@ -151,5 +175,6 @@ class Looks:
         return busiest_s(job.model, run, job.rates, self._visits, self._circumstances)
 
 
-def _key(run: Plan) -> _Key:
-    return run.units, run.pools, run.prefetch_depth, run.updated_first, run.kept_updated_first, run.plain
+def _key(run: Plan, num_played: int = 0) -> _Key:  # without a number: for equal plans
+    order = run.updated_first, run.kept_updated_first
+    return run.units, run.pools, run.prefetch_depth, *order, run.plain, num_played

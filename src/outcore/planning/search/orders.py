@@ -34,7 +34,7 @@ def reordered(best: Candidate, looks: Looks, job: Job) -> Candidate:
     best = min([best, *looks.choice.turned(best)], key=looks.seconds)
     if looks.coarse_s(best) >= looks.seconds(best) * (1 - SMALLEST_GAIN):
         return best
-    most = num_tried(job.model, job.micro_batches)
+    most = num_tried(job.model, looks.num_played)
     return climb(best, looks.seconds(best), looks.choice.moved, seconds, most, looks.simulated.at_once)
 
 

@@ -51,7 +51,7 @@ def runners_up(looks: Looks, bare: Plan, away: Away | None, step_s: float) -> It
         else:
             others = itertools.chain(others, [(name, looks.plan(candidate), away)])
     others = list(others)
-    looks.simulate((other, way) for _, other, way in others)
+    looks.simulate(((other, way) for _, other, way in others), in_full=True)
     for name, other, way in others:
         simulation = looks.simulation(other, way)
         binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")

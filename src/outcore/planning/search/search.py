@@ -40,9 +40,15 @@ from outcore.spec.plan import Plan
 
 _SIMULATED_UNITS, _MOST_SIMULATED = 1500, 200
 """The most units in all simulated steps together; the most simulated plans."""
-_LEAST_SIMULATED, _WITH_VISITS, _MOST_VISITS = 12, 24, 300
+_LEAST_SIMULATED, _WITH_VISITS, _MOST_VISITS = 12, 32, 400
 """The fewest plans that may be simulated. Where a step is long only because units are visited several times, more are
 needed: the second number, up to so many visits. With 12, steps of 8B with four micro-batches were 6 and 15% longer."""
+_FILLED, _FILLED_OF_SEVERAL = 4, 2
+"""One in so many plans that may be simulated is a filling; the second number is for several micro-batches. There slots
+matter more, since weights are fetched more often, and no bound tells whether they suffice. Updates inside backward
+matter less, and are tried by changes alone."""
+_SURE = 1.02
+"""A plan that is slower by this factor than the best is slower, too, when all of its micro-batches are played."""
 _FEW = 100
 """If more plans than this may be simulated, several starts are changed, not only the best."""
 _STARTS = 3
@@ -175,7 +181,7 @@ class _Search:
         self._job, self._looks = job, Looks(job, simulated)
         self._choice, self._fits = self._looks.choice, self._looks.fits
         self._fillings = Fillings(job, self._looks)
-        units, visits = len(job.model.units), job.micro_batches * job.model.micro_batches_in_unit
+        units, visits = len(job.model.units), self._looks.num_played * job.model.micro_batches_in_unit
         least = min(_WITH_VISITS, _SIMULATED_UNITS // units) if units * visits <= _MOST_VISITS else _LEAST_SIMULATED
         self._budget = max(_LEAST_SIMULATED, least, min(_SIMULATED_UNITS // (units * visits), _MOST_SIMULATED))
 
@@ -191,9 +197,10 @@ class _Search:
         is_small = self._fillings.is_small
         firsts = [] if is_small else self._firsts()
         ways = self._job.ways if is_small else [candidate.saves for candidate in firsts]
-        fillings = self._lowest(set(map(looks.same, self._starts(ways))), self._budget // 4)
+        filled = self._budget // (_FILLED if self._job.micro_batches == 1 else _FILLED_OF_SEVERAL)
+        fillings = self._lowest(set(map(looks.same, self._starts(ways))), filled)
         best = self._fastest(dict.fromkeys(map(looks.same, [*firsts, *fillings])), _STARTS)
-        rest, units = self._budget - self._budget // 4, len(self._job.model.units) - 1
+        rest, units = self._budget - self._budget // _FILLED, len(self._job.model.units) - 1
         turns = (rest // 2, rest // 4, rest // 4) if rest > _FEW else (rest,)
         changed = [self._descend(start, most) for start, most in zip(best, turns, strict=False)]
         if is_small and changed and units > _FEW_UNITS:
@@ -203,7 +210,9 @@ class _Search:
             if not is_small and self._budget >= _FEWEST:
                 changed += self._again(min(changed, key=looks.seconds), best, max(rest // 3, _LEAST_CHANGES))
         simple = [candidate for candidate in uniform(looks, None).values() if self._fits(candidate)]
-        plans = [*((looks.plan(candidate), candidate) for candidate in self._fastest([*changed, *simple], 1)), today]
+        best = self._fastest([*changed, *simple], 1 if looks.num_played == self._job.micro_batches else _STARTS)
+        near = (candidate for candidate in best if looks.seconds(candidate) <= _SURE * looks.seconds(best[0]))
+        plans = [*((looks.plan(candidate), candidate) for candidate in near), today]
         return self.explain(*min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves)))
 
     def _lowest(self, candidates: Iterable[Candidate], most: int) -> list[Candidate]:
@@ -315,7 +324,7 @@ class _Search:
         """Yield the starts of the search that fit: see [Note: how it is found]."""
         today = self.like(self._looks.today, self._job.ways[0])
         yield from filter(self._fits, [today])
-        early = (0.5, 1.0) if self._looks.may_be_early else ()
+        early = (0.5, 1.0) if self._looks.may_be_early and self._job.micro_batches == 1 else ()
         for several in self._looks.simulated.over(self._best_filled, list(dict.fromkeys(ways))):
             for filled in several:
                 yield from (filled, *filter(self._fits, (replace(filled, early=part) for part in early)))
@@ -405,7 +414,7 @@ class _Search:
     def _around(self, best: Candidate, *, alone: bool) -> Iterator[Candidate]:
         """Yield changes. If one leaves room, also fill it; if one does not fit, move units farther instead."""
         is_small, fill = self._fillings.is_small, self._fillings.fill
-        binding = self._looks.simulation(self._looks.plan(best), best.saves).binding
+        binding = self._looks.simulation(self._looks.plan(best), best.saves, in_full=False).binding
         if min(binding.get("d2h", 0.0), binding.get("update", 0.0)) > _BINDS:  # updates may wait for gradients
             yield from self._choice.other_orders(best)
         yield from self._choice.turned(best) if is_small else ()

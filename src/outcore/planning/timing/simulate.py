@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -89,13 +90,28 @@ def simulate(
     return simulation_of(partial(play_steps, *given, warm_up=warm_up, says_where=False))
 
 
-def simulation_of(again: Callable[[], PlayedSteps]) -> Simulation:
-    """Summarise steps. Args: again: Plays them; may be called a second time for the timeline."""
+def simulation_of(again: Callable[[], PlayedSteps], *, repeats: int = 0) -> Simulation:
+    """Summarise steps.
+
+    Args:
+        again: Plays them; may be called a second time for the timeline.
+        repeats: Micro-batches that each step has in addition. Each is taken to be like the time between the last two
+            forwards of the root. The timeline does not show them.
+    """
     steps = again()
+    played, stretches = steps.played, [(steps.start_s, steps.laid.ends[-1], 1)]
+    if repeats:
+        stretches += [(played.end[before], last, repeats) for before, last in steps.last_forwards()]
+    lasted_s = [times * (played.end[last] - start_s) for start_s, last, times in stretches]
+    whole_s, binding = sum(lasted_s), defaultdict[str, float](float)
+    for (start_s, last, _), seconds in zip(stretches, lasted_s, strict=True):
+        for link, part in played.binding(last, start_s).items():
+            binding[link] += part * (seconds / whole_s)
+    written_s = [times * played.busy_s(WRITES_TO_DISK, start_s, played.end[last]) for start_s, last, times in stretches]
     return Simulation(
-        step_s=(steps.end_s - steps.start_s) / steps.num_steps,
-        written_s=steps.played.busy_s(WRITES_TO_DISK, steps.start_s, steps.end_s) / steps.num_steps,
-        binding=steps.played.binding(steps.laid.ends[-1], steps.start_s),
+        step_s=whole_s / steps.num_steps,
+        written_s=sum(written_s) / steps.num_steps,
+        binding=dict(sorted(binding.items(), key=lambda item: -item[1])),
         num_steps=steps.num_steps,
         again=again,
     )
@@ -131,6 +147,14 @@ class PlayedSteps(NamedTuple):
     end_s: float
     num_steps: int
     """Number of steps that count."""
+
+    def last_forwards(self) -> Iterator[tuple[int, int]]:
+        """Yield the tasks of the root's last two forwards of each step that counts."""
+        pairs = zip(self.operations, self.laid.places, strict=True)
+        forwards = [place for op, place in pairs if op.kind == Phase.FORWARD.value and not op.unit]
+        for i in range(self.num_steps):
+            last = len(forwards) - 1 - i * (len(forwards) // len(self.laid.ends))
+            yield forwards[last - 1], forwards[last]
 
 
 def play_steps(
