@@ -223,7 +223,7 @@ def test_random_candidates_find_what_changes_do_not(monkeypatch: pytest.MonkeyPa
     assert found.simulation.step_s < 0.97 * search(job).simulation.step_s
 
 
-def test_more_plans_are_compared_where_micro_batches_make_a_step_long(monkeypatch: pytest.MonkeyPatch):
+def test_more_plans_are_compared_where_few_of_many_micro_batches_are_played(monkeypatch: pytest.MonkeyPatch):
     job = job_of(9, 4, 6, 60, micro_batches=8)
     found = search(job)
     monkeypatch.setattr("outcore.planning.search.search._WITH_VISITS", 12)
@@ -248,6 +248,25 @@ def test_long_steps_are_compared_by_a_few_of_their_micro_batches(clipping: bool)
         assert looks.seconds(candidate) == looks.cost_s(plan, None, in_full=False)
     found = search(job)
     assert found.simulation.step_s == pytest.approx(step_s(job, found.plan), rel=2e-3)  # of all micro-batches
+
+
+def test_however_wrong_extended_steps_are_no_simple_plan_is_faster(monkeypatch: pytest.MonkeyPatch):
+    cost_s = Looks.cost_s
+    asked = set[bool]()
+
+    def wrong(self: Looks, plan: Plan, away: Away | None, *, in_full: bool = True) -> float:
+        asked.add(in_full)
+        found_s = cost_s(self, plan, away, in_full=in_full)
+        return found_s if in_full else 1 / found_s
+
+    monkeypatch.setattr(Looks, "cost_s", wrong)
+    job = job_of(9, 4, 20, 60, micro_batches=11)
+    found = search(job)
+    assert asked == {True, False}
+    simple = [step_s(job, found.looks.today)]
+    simple += [each.step_s for each in found.runners_up if each.step_s is not None]
+    assert len(simple) > 3
+    assert found.simulation.step_s <= min(simple) * (1 + 1e-9)
 
 
 def test_short_steps_are_compared_in_full():

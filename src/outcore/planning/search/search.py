@@ -39,7 +39,8 @@ from outcore.planning.timing.simulate import Simulation
 from outcore.spec.plan import Plan
 
 _SIMULATED_UNITS, _MOST_SIMULATED = 1500, 200
-"""The most units in all simulated steps together; the most simulated plans."""
+"""The most units in all simulated steps together; the most simulated plans. Fillings of several micro-batches, other
+orders, other starts, and steps that are played in full come on top."""
 _LEAST_SIMULATED, _WITH_VISITS, _MOST_VISITS = 12, 32, 400
 """The fewest plans that may be simulated. Where a step is long only because units are visited several times, more are
 needed: the second number, up to so many visits. With 12, steps of 8B with four micro-batches were 6 and 15% longer."""
@@ -47,8 +48,6 @@ _FILLED, _FILLED_OF_SEVERAL = 4, 2
 """One in so many plans that may be simulated is a filling; the second number is for several micro-batches. There slots
 matter more, since weights are fetched more often, and no bound tells whether they suffice. Updates inside backward
 matter less, and are tried by changes alone."""
-_SURE = 1.02
-"""A plan that is slower by this factor than the best is slower, too, when all of its micro-batches are played."""
 _FEW = 100
 """If more plans than this may be simulated, several starts are changed, not only the best."""
 _STARTS = 3
@@ -147,8 +146,8 @@ def estimate(
 
     Args:
         job: Much like one that was searched.
-        known: Candidates that are good for jobs like it. The estimate is no slower than any of these that fits, or, if
-            none fits, than the rule's plan.
+        known: Candidates that are good for jobs like it. The estimate is no slower than any of these that fits (with
+            many micro-batches: as they are compared), or, if none fits, than the rule's plan.
         simulated: As in ``search``.
         enough_s: Seconds of a step. Plans that cannot take less are of no use.
 
@@ -209,10 +208,12 @@ class _Search:
             changed.append(reordered(min(changed, key=looks.seconds), looks, self._job))
             if not is_small and self._budget >= _FEWEST:
                 changed += self._again(min(changed, key=looks.seconds), best, max(rest // 3, _LEAST_CHANGES))
-        simple = [candidate for candidate in uniform(looks, None).values() if self._fits(candidate)]
-        best = self._fastest([*changed, *simple], 1 if looks.num_played == self._job.micro_batches else _STARTS)
-        near = (candidate for candidate in best if looks.seconds(candidate) <= _SURE * looks.seconds(best[0]))
-        plans = [*((looks.plan(candidate), candidate) for candidate in near), today]
+        best = self._fastest(dict.fromkeys(map(looks.same, changed)), _STARTS)
+        plans = [*((looks.plan(candidate), candidate) for candidate in best), today]
+        looks.simulate(((plan, candidate.saves) for plan, candidate in plans), in_full=True)
+        enough_s = min(looks.cost_s(plan, candidate.saves) for plan, candidate in plans)
+        simple = filter(self._fits, uniform(looks, None).values())
+        plans += [(looks.plan(other), other) for other in simple if looks.coarse_s(other) < enough_s]
         return self.explain(*min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves)))
 
     def _lowest(self, candidates: Iterable[Candidate], most: int) -> list[Candidate]:
@@ -289,7 +290,7 @@ class _Search:
         if not self._fits(best):  # it is the rule's plan, which is not changed
             return found
         best = self._descend(best, _IMPROVING)
-        return Estimate(looks.simulation(looks.plan(best), best.saves).step_s, best)
+        return min(found, Estimate(looks.simulation(looks.plan(best), best.saves).step_s, best), key=lambda e: e.step_s)
 
     def _open(self, candidates: Iterable[Candidate], enough_s: float) -> list[Candidate]:
         """Return those whose bounds are below so many seconds."""

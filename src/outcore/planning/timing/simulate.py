@@ -57,6 +57,7 @@ class Simulation:
     num_steps: int
     """Number of steps that count."""
     again: Callable[[], PlayedSteps] = field(repr=False, compare=False)
+    """Plays the steps, without the micro-batches that ``simulation_of`` adds."""
 
     @cached_property
     def timeline(self) -> Timeline:
