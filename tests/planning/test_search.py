@@ -260,6 +260,10 @@ def test_however_wrong_extended_steps_are_no_simple_plan_is_faster(monkeypatch: 
         return found_s if in_full else 1 / found_s
 
     monkeypatch.setattr(Looks, "cost_s", wrong)
+    on_disk = property(lambda self: self.plan(self.choice.uniform(ALL_DISK)))  # so that only poor plans are left
+    monkeypatch.setattr(Looks, "today", on_disk)
+    monkeypatch.setattr(_Search, "_best_filled", lambda *_: [])
+    monkeypatch.setattr(_Search, "_firsts", lambda _: [])
     job = job_of(9, 4, 20, 60, micro_batches=11)
     found = search(job)
     assert asked == {True, False}
