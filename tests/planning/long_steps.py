@@ -9,14 +9,16 @@ in full. ``found`` prints the plans that a search finds for 4, 8 and 16 micro-ba
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from outcore.cli.plan.answer import answer_for, machine_for
 from outcore.cli.plan.known import known_models
+from outcore.planning.homes.sending import Away
 from outcore.planning.search.candidates import Candidate
 from outcore.planning.search.fillings import Fillings
 from outcore.planning.search.looks import Looks
@@ -35,15 +37,18 @@ SETTINGS = {
 DRAWN = ("8B", "1B", "experts")
 
 
-def setting(name: str, *, clipping: bool) -> Setting:
-    """A setting with one micro-batch."""
-    model, machine, device, host, rows = SETTINGS[name]
-    question = Asked(model, machine + SERVER, device, host, rows, clipping=clipping).question()
-    source = next(each.source for each in known_models() if each.name == model)
-    return answer_for(question, source, machine_for(question)).setting
+def settings(names: Iterable[str], micro_batches: Iterable[int]) -> Iterator[tuple[list[object], Setting]]:
+    """Yield the first cells of a row, and its setting."""
+    for name, clipping in itertools.product(names, (True, False)):
+        model, machine, device, host, rows = SETTINGS[name]
+        question = Asked(model, machine + SERVER, device, host, rows, clipping=clipping).question()
+        source = next(each.source for each in known_models() if each.name == model)
+        one = answer_for(question, source, machine_for(question)).setting
+        for number in micro_batches:
+            yield [name, "yes" if clipping else "no", number], replace(one, micro_batches=number)
 
 
-def candidates(looks: Looks, fillings: Fillings, ways: tuple) -> Iterator[Candidate]:
+def candidates(looks: Looks, fillings: Fillings, ways: Sequence[Away | None]) -> Iterator[Candidate]:
     """Some fillings, and random candidates."""
     filled = [each for way in ways[:6] for each in list(fillings.of(way))[:40:6]]
     yield from filter(looks.fits, filled[:6])
@@ -53,37 +58,33 @@ def candidates(looks: Looks, fillings: Fillings, ways: tuple) -> Iterator[Candid
             yield candidate
 
 
+def show(cells: Iterable[object]) -> None:
+    """Print a row of a table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
 def near() -> None:
     """Print how near extended steps are to those that are played in full."""
-    print("| model | clips | micro-batches | plans | least | most | within 0.1% |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    for name in DRAWN:
-        for clipping in (True, False):
-            one = setting(name, clipping=clipping)
-            for micro_batches in (6, 9):
-                job = replace(one, micro_batches=micro_batches).job()
-                looks = Looks(job)
-                found = list(candidates(looks, Fillings(job, looks), job.ways))
-                ratios = [looks.seconds(c) / looks.cost_s(looks.plan(c), c.saves) for c in found]
-                exact = sum(abs(ratio - 1) <= 1e-3 for ratio in ratios)
-                cells = [name, "yes" if clipping else "no", micro_batches, len(ratios)]
-                cells += [f"{min(ratios):.4f}", f"{max(ratios):.4f}", exact]
-                print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    show(["model", "clips", "micro-batches", "plans", "least", "most", "within 0.1%"])
+    show(["---"] * 7)
+    for cells, setting in settings(DRAWN, (6, 9)):
+        job = setting.job()
+        looks = Looks(job)
+        plans = list(candidates(looks, Fillings(job, looks), job.ways))
+        ratios = [looks.seconds(c) / looks.cost_s(looks.plan(c), c.saves) for c in plans]
+        exact = sum(abs(ratio - 1) <= 1e-3 for ratio in ratios)
+        show([*cells, len(ratios), f"{min(ratios):.4f}", f"{max(ratios):.4f}", exact])
 
 
 def found() -> None:
     """Print what a search finds."""
-    print("| model | clips | micro-batches | step | simulated | seconds of the search |")
-    print("|---|---|---|---|---|---|", flush=True)
-    for name in SETTINGS:
-        for clipping in (True, False):
-            one = setting(name, clipping=clipping)
-            for micro_batches in (4, 8, 16):
-                start_s = time.process_time()
-                plan = search(replace(one, micro_batches=micro_batches).job())
-                cells = [name, "yes" if clipping else "no", micro_batches, f"{plan.simulation.step_s:.4g} s"]
-                cells += [plan.num_simulated, f"{time.process_time() - start_s:.1f}"]
-                print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    show(["model", "clips", "micro-batches", "step", "simulated", "seconds of the search"])
+    show(["---"] * 6)
+    for cells, setting in settings(SETTINGS, (4, 8, 16)):
+        start_s = time.process_time()
+        plan = search(setting.job())
+        took_s = time.process_time() - start_s
+        show([*cells, f"{plan.simulation.step_s:.4g} s", plan.num_simulated, f"{took_s:.1f}"])
 
 
 if __name__ == "__main__":
