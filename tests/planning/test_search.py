@@ -231,6 +231,15 @@ def test_more_plans_are_compared_where_few_of_many_micro_batches_are_played(monk
     assert found.simulation.step_s < 0.99 * search(job).simulation.step_s
 
 
+def test_with_several_micro_batches_little_memory_goes_to_a_slot_to_fetch_ahead(monkeypatch: pytest.MonkeyPatch):
+    footprint = even_footprint([f"model.layers.{i}" for i in range(9)], given=MIB // 8, selected=MIB // 2, kept=2 * MIB)
+    ways = (None, Away("device", "select"), Away("host", "recompute"))
+    job = job_of(9, 2, 20, micro_batches=4, activation_share=0.3, footprint=footprint, ways=ways)
+    found = search(job)
+    monkeypatch.setattr("outcore.planning.search.fillings.LEAN", TIGHT)
+    assert found.simulation.step_s < 0.98 * search(job).simulation.step_s
+
+
 @pytest.mark.parametrize("clipping", [True, False])
 def test_long_steps_are_compared_by_a_few_of_their_micro_batches(clipping: bool):
     job = job_of(9, 4, 20, 60, micro_batches=11, clipping=clipping, is_promised=not clipping)

@@ -47,6 +47,7 @@ KINDS = (
 """The kinds of homes that are tried, from near to far."""
 ALL_DEVICE, ALL_HOST, ALL_DISK = KINDS[0], KINDS[3], KINDS[-1]
 ROOMY = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
+LEAN = Comfort(prefetch_depth=1, num_buckets=1, max_slots_host=1)
 TIGHT = Comfort(prefetch_depth=0, num_buckets=1, max_slots_host=1)
 SMALL = 8
 """In models of at most this many units beside the root, changes of single units and of pairs are tried, too."""

@@ -16,6 +16,7 @@ from outcore.planning.search.candidates import (
     ALL_DISK,
     ALL_HOST,
     KINDS,
+    LEAN,
     ROOMY,
     SMALL,
     TIGHT,
@@ -38,6 +39,8 @@ class Fillings:
         """Args: looks: What is known of the job's candidates."""
         self._ways, self._saved, self._looks, self._choice = job.ways, job.saved, looks, looks.choice
         self.shed, self.fill = functools.cache(self._shedding), functools.cache(self._filling)
+        # With the fewest slots compute waits for every fetch. That is cheap only where there are few of them.
+        self._tight = LEAN if job.micro_batches > 1 else TIGHT
         self.is_small = len(job.model.units) - 1 <= SMALL
         self.share = round(balanced_share(job.rates, there=_BALANCED_BYTES[0], back=_BALANCED_BYTES[1]), 2)
         """The share at which host and device take equally long for their updates."""
@@ -61,7 +64,7 @@ class Fillings:
             kinds = [chance.choice(KINDS[:4]), *(chance.choice(KINDS) for _ in lengths[1:])]
             candidate = Candidate(
                 kinds=tuple(itertools.chain.from_iterable(map(itertools.repeat, kinds, lengths))),
-                comfort=chance.choice([ROOMY, TIGHT]),
+                comfort=chance.choice([ROOMY, self._tight]),
                 share=chance.choice([0.0, self.share, 1.0, 1.0]),
                 early=chance.choice([0.0, 0.5, 1.0]) if self._looks.may_be_early else 0.0,
                 first=chance.choice([(), (ROOT,)]),
@@ -76,11 +79,11 @@ class Fillings:
         """Yield candidates with one or two near kinds for as many units as fit, and a far kind for the rest."""
         is_small = self.is_small
         for far in self.far(away):
-            starts = [far, replace(far, share=self.share), replace(far, share=self.share, comfort=TIGHT)]
+            starts = [far, replace(far, share=self.share), replace(far, share=self.share, comfort=self._tight)]
             roots = (ALL_DEVICE, KINDS[2], ALL_DISK) if is_small else ()
             starts += [replace(far, kinds=(kind, *far.kinds[1:])) for kind in roots]
             starts += [replace(far, share=1.0)] if is_small else []
-            starts += [replace(far, comfort=TIGHT)] if self._saved or is_small else []  # leaves room
+            starts += [replace(far, comfort=self._tight)] if self._saved or is_small else []  # leaves room
             for start in starts:
                 for middle in (None, *KINDS[1:4]):
                     yield from self._nearer(start if middle is None else self.fill(start, middle), middle)
@@ -100,7 +103,7 @@ class Fillings:
         Some fit only once units have moved nearer.
         """
         for kind in KINDS[3:] if self._looks.room(away)["disk"] else (ALL_HOST,):
-            for comfort in (ROOMY, TIGHT):
+            for comfort in dict.fromkeys((ROOMY, self._tight, TIGHT)):
                 uniform = self._choice.uniform(kind, comfort, saves=away, woven=True)
                 if self._looks.fits(uniform):
                     yield uniform
