@@ -6,10 +6,11 @@ come.
 ``throttled``: rows of blocks that sleep, as in ``overlap.py``, with lanes of random speed. The machine is measured by
 the probe, which does not know these speeds; it is told how long blocks sleep. ``models``: small
 Llamas without throttles, with everything on the device, in host memory or on disk. Their work is counted from shapes
-alone. The machine is measured first, and again before a case if a CPU has another speed by then.
+alone. The machine is measured first, and again before a case if a CPU has another speed by then. ``limit``: equal
+matrix products for ``--seconds``. Medians over some seconds tell how often a perfect prediction would be how close.
 
     python benchmarks/predict.py
-    python benchmarks/predict.py --what models --layers 4 --hidden 256
+    python benchmarks/predict.py --what models limit --layers 4 --hidden 256
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from outcore.planning.timing.simulate import simulate
 from outcore.planning.units.partition import partition
 from outcore.probe.blocks import Speed
 from outcore.probe.measure import WHOLE, Effort, measure
+from outcore.probe.work import products
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.plan import Plan
@@ -66,6 +68,8 @@ SAME, READINGS = 1.07, 5
 """A machine has another speed if the median of some readings is more than this many times slower or faster."""
 PAUSE_S = 10.0
 """Time to wait for the probe's speed before the machine is measured again: slow moments of virtual machines pass."""
+PRODUCTS, WINDOWS_S = 8, (1.0, 5.0, 10.0, 20.0)
+"""Products that are timed together, for some hundredths of a second; windows as long as some steps of a model."""
 
 
 def steps_s(
@@ -199,6 +203,25 @@ def one_model(
         return compared(name, step_s, run)
 
 
+def limit(args: argparse.Namespace) -> dict[str, Any]:
+    """How much equal work varies: medians of its seconds over ``WINDOWS_S`` beside the median of all."""
+    turns = list[tuple[float, float]]()
+    with open_device(args.device) as device:
+        load, until_s = products(device, torch.float32), time.perf_counter() + args.seconds
+        while (start_s := time.perf_counter()) < until_s:
+            for _ in range(PRODUCTS):
+                load.turn()
+            turns.append((start_s, time.perf_counter() - start_s))
+    took_s = [took for _, took in turns]
+    usual_s, medians = statistics.median(took_s), dict[str, Any]()
+    for window_s in WINDOWS_S:
+        groups = itertools.groupby(turns, key=lambda turn: turn[0] // window_s)
+        off = [statistics.median(took for _, took in group) / usual_s - 1 for _, group in groups]
+        medians[f"{window_s:g} s"] = {"windows": len(off), **close(off)}
+    spread = [round(each / usual_s, 3) for each in (min(took_s), max(took_s))]
+    return {"seconds": args.seconds, "least_and_most_over_median": spread, "medians_over": medians}
+
+
 def is_other(device: str, hardware: Hardware) -> bool:
     """Return whether a CPU has another speed than when it was measured. Time: a second."""
     with open_device(device) as opened:
@@ -227,21 +250,26 @@ def summary(found: list[Mapping[str, Any]]) -> dict[str, Any]:
     """How many predictions were how close."""
     counts: dict[str, Any] = {"cases": len(found)}
     for name in ("predicted_over_measured", "predicted_over_measured_at_one_speed"):
-        off = [abs(1 / line[name] - 1) for line in found]
-        counts[name] = {f"within_{n}_percent": sum(o <= n / 100 for o in off) for n in (5, 10, 20, 50)}
+        counts[name] = close([1 / line[name] - 1 for line in found])
     return counts
+
+
+def close(off: list[float]) -> dict[str, int]:
+    """Count errors by their size."""
+    return {f"within_{n}_percent": sum(abs(o) <= n / 100 for o in off) for n in (5, 10, 20, 50)}
 
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", nargs="*", default=["throttled", "models"], choices=["throttled", "models"])
+    parser.add_argument("--what", nargs="*", default=["throttled", "models"], choices=["throttled", "models", "limit"])
     parser.add_argument("--cases", type=int, default=10, help="draws of lanes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--numel", type=int, default=2**16, help="parameters of a block that sleeps")
     parser.add_argument("--milliseconds", type=float, default=50.0, help="forward of a block that sleeps")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=240.0, help="of equal products, to see how much they vary")
     parser.add_argument("--layers", type=int, default=4, help="of a model")
     parser.add_argument("--hidden", type=int, nargs="*", default=[256, 512])
     parser.add_argument("--lengths", type=int, nargs="*", default=[64, 256])
@@ -277,6 +305,8 @@ def main() -> None:
         with ExitStack() as caches:
             machine = partial(measured_anew, args, effort if args.quick else WHOLE, caches)
             collect(results, "models", models(args, machine))
+    if "limit" in args.what:
+        results["limit"] = limit(args)
     report()
 
 
