@@ -1,5 +1,7 @@
 """Steps of several micro-batches: plans are compared by a few of them. How near that is, and which plans it finds.
 
+All treatments of activations are allowed, as for ``outcore plan``.
+
     python -m planning.long_steps near          (in the folder tests)
     python -m planning.long_steps found
 
@@ -18,7 +20,7 @@ from dataclasses import replace
 
 from outcore.cli.plan.answer import answer_for, machine_for
 from outcore.cli.plan.known import known_models
-from outcore.planning.homes.sending import Away
+from outcore.planning.homes.sending import Away, sendings
 from outcore.planning.search.candidates import Candidate
 from outcore.planning.search.fillings import Fillings
 from outcore.planning.search.looks import Looks
@@ -44,6 +46,10 @@ def settings(names: Iterable[str], micro_batches: Iterable[int]) -> Iterator[tup
         question = Asked(model, machine + SERVER, device, host, rows, clipping=clipping).question()
         source = next(each.source for each in known_models() if each.name == model)
         one = answer_for(question, source, machine_for(question)).setting
+        footprint = one.profile.footprint
+        assert footprint is not None
+        ways = [sending.away for tier in ("host", "disk") for sending in sendings(tier, footprint)]
+        one = replace(one, ways=(None, Away("device", "select"), *ways))
         for number in micro_batches:
             yield [name, "yes" if clipping else "no", number], replace(one, micro_batches=number)
 
