@@ -34,8 +34,8 @@ class Simulated(dict[_Key, Simulation]):
 _COARSE = 24
 _PLAYED = 4
 """The most micro-batches that are played to compare plans. Steps of 9 micro-batches, extended from 4, were right within
-0.1% for 152 of 159 plans of known models, and within 5% for all. Of 287 plans of random models and rates, 276 were within
-0.1%, and one was 17% too short. From 3, disk-bound plans of known models came out up to 14% too short."""
+0.1% for 152 of 159 plans of known models, and within 5% for all. Of 287 plans of random models and rates, 276 were
+within 0.1%, and one was 17% too short. From 3, disk-bound plans of known models came out up to 14% too short."""
 _WEAR = 0.005
 """Seconds that a plan must gain for each second that the drive writes. Writing wears the drive, for nothing where host
 memory has room and a step is as short without."""
