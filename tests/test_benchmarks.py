@@ -35,7 +35,7 @@ TINY = {
     "overlap.py": "--blocks 3 --numel 4096 --milliseconds 1 --steps 1",
     "overhead.py": "--turns 1 --steps 1 --layers 2 --device cpu",
     "predict.py": "--cases 1 --blocks 2 --numel 65536 --milliseconds 1 --steps 1 --layers 1 --hidden 64 --lengths 8"
-    " --quick",
+    " --quick --what throttled models limit --seconds 0.2",
     "saving.py": "--folder . --tiers disk --steps 2 --every 2 --turns 1 --numel 4096 --blocks 3 --milliseconds 1",
     "pieces.py": "--pieces 2 --blocks 7 --numel 4096 --milliseconds 1 --steps 1",
     "sums.py": "--disk . --pairs 2 --nbytes 1MiB --steps 1 --layers 1 --hidden 64 --vocabulary 97 --batch-size 1"
@@ -62,9 +62,21 @@ def test_tiny_run_prints_json_and_leaves_nothing(name: str, tmp_path: Path):
     if name == "pieces.py":
         found = json.loads(done.stdout)["results"]["2"]
         assert found["in_pieces"]["fetched_bytes"] < found["accumulation"]["fetched_bytes"]
+    if name == "predict.py":
+        for found in json.loads(done.stdout)["results"]["limit"]["medians_over"].values():
+            windows, *counts = found.values()
+            assert 1 <= counts[0] <= counts[1] <= counts[2] <= counts[3] <= windows
     if name == "large.py":
         assert_every_case_has_its_numbers(json.loads(done.stdout))
         assert "host memory is pinned" in done.stderr
+
+
+def test_what_the_best_prediction_can_be_near(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    most_within = importlib.import_module("predict").most_within
+    assert most_within([1.0], 0.1) == 1
+    assert most_within([1.2, 1.0, 2.0], 0.1) == 2  # by 1.1; their median 1.2 is not within 10% of 1.0
+    assert most_within([1.0, 1.3, 2.0], 0.1) == 1
 
 
 def test_no_step_of_two_ranks_beats_its_bound(tmp_path: Path):
