@@ -7,8 +7,10 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from .conftest import CHECKPOINTING, CONFIG, TIERS, Run, read_jsonl
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GIB = 2**30
 SHORT = ("--steps", 6, "--batch-size", 2, "--seq-len", 48, "--lr", 1e-2)
 # Windows of three batches, of which the last in an epoch is short; a clipped norm; a schedule with a warmup.
 LOOP = {
@@ -263,6 +266,29 @@ def test_blocks_run_a_batch_in_pieces(command: Run, config_json: Path, text: Pat
     other = command(*shared, "--out", tmp_path / "a", "--batch-size", 4, "--resume", "--steps", 7)
     assert other.status == 2
     assert "--unit-micro-batches is null instead of 2" in " ".join(other.err.split())
+
+
+@pytest.mark.parametrize(
+    ("device", "free_bytes", "is_scarce"),
+    [("cpu", 6 * GIB, False), ("cpu", 6 * GIB - 1, True), ("meta", 3 * GIB, False), ("meta", 2 * GIB, True)],
+)
+def test_freed_memory_is_given_back_at_once_only_where_memory_is_scarce(
+    device: str, free_bytes: int, is_scarce: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Blocks that are mapped anew each time add half to a step on the CPU."""
+    called = []
+    libc = SimpleNamespace(mallopt=lambda *given: called.append(given), malloc_trim=called.append)
+    monkeypatch.setattr(train_run, "ctypes", SimpleNamespace(CDLL=lambda _: libc))
+    monkeypatch.setattr(train_run, "host_free_bytes", lambda: free_bytes)
+    plan = SimpleNamespace(kept_bytes=GIB)
+    job = SimpleNamespace(
+        taken={"device": 2 * GIB, "host": 2 * GIB, "disk": 1},
+        model=SimpleNamespace(plan=plan),
+        args=SimpleNamespace(device=torch.device(device)),
+    )
+    with pytest.warns(UserWarning, match="half as long again") if is_scarce else nullcontext():
+        train_run._give_freed_memory_back(job)
+    assert bool(called) is is_scarce
 
 
 def test_a_plan_can_be_given(command: Run, config_json: Path, text: Path, tmp_path: Path):
