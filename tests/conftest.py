@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import math
 import os
 import threading
 import time
@@ -17,6 +18,8 @@ import nursery
 import one_arithmetic
 import pytest
 import torch
+
+from outcore.memory import topology
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # libraries read it on import
 # Plans have no predicted times: nothing is measured, and tests decide what moves. Tests of times name a machine.
@@ -68,6 +71,12 @@ def _little_to_search() -> None:
     """Exclude imported objects from garbage collection: to search them takes longer than most tests that collect."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _idle() -> None:
+    """Take no machine for busy: tests run beside one another."""
+    topology._LEAST_S = math.inf
 
 
 @pytest.hookimpl(optionalhook=True)

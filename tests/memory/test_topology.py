@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from outcore.memory.topology import Node, Topology, cache_bytes, read_topology
+from outcore.memory import topology
+from outcore.memory.topology import Node, Others, Topology, cache_bytes, read_topology
 
 
 @pytest.fixture
@@ -127,3 +128,35 @@ def test_caches_of_which_the_cores_are_not_known_count_as_one(machine):
     for cpu in range(16):
         files |= caches(cpu, ("3", "1024K", ""))
     assert cache_bytes(machine(range(16), files)) == 2**20
+
+
+def ticks(**used):
+    return {"proc/stat": "cpu 1 1 1 1 1 1 1 1 0 0\n" + "".join(f"{cpu} {line}\n" for cpu, line in used.items())}
+
+
+@pytest.mark.parametrize(
+    ("usable", "after", "own_s", "quota", "said"),
+    [
+        ({0, 1}, ticks(cpu0="1000 0 900 0 0 0 0 0 0 0", cpu1="1000 0 0 0 0 0 0 0 0 0"), 19.0, "", ""),
+        ({0, 1}, ticks(cpu0="1000 0 0 0 0 0 0 0 0 0", cpu1="1000 0 0 0 0 0 0 0 0 0"), 10.0, "", "1.0 of 2"),
+        ({0, 1}, ticks(cpu0="0 0 0 0 0 0 0 800 0 0", cpu1="0 400 0 0 0 0 0 0 0 0"), 0.0, "", "1.2 of 2"),
+        ({0}, ticks(cpu0="500 0 0 500 0 0 0 0 0 0", cpu1="1000 0 0 0 0 0 0 0 0 0"), 5.0, "", ""),
+        ({0, 1}, ticks(cpu0="1000 0 0 0 0 0 0 0 0 0", cpu1="0 0 0 0 0 0 0 0 0 0"), 0.0, "100000 100000\n", ""),
+        ({0, 1}, {"proc/stat": "none of this kernel's business"}, 10.0, "", ""),
+    ],
+    ids=["alone", "others", "another virtual machine", "on other cpus", "within a quota", "unreadable"],
+)
+def test_others_count_if_they_leave_too_little(machine, monkeypatch, usable, after, own_s, quota, said):
+    """Ten seconds pass. A tick is a hundredth of a second; own time in the kernel is nobody's."""
+    now = [0.0, 0.0]
+    monkeypatch.setattr(topology, "_LEAST_S", 0.5)
+    monkeypatch.setattr(topology.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(os, "times", lambda: os.times_result((now[1], 0, 0, 0, 0)))
+    zero = ticks(cpu0="0 0 0 0 0 0 0 0 0 0", cpu1="0 0 0 0 0 0 0 0 0 0")
+    files = {"sys/fs/cgroup/cpu.max": quota} if quota else {}
+    others = Others(machine(usable, {**zero, **files}))
+    now[:] = 0.4, own_s
+    assert others.busy() == "", "too short to tell"
+    now[0] = 10.0
+    machine(usable, after)
+    assert others.busy() == (f"others kept {said} cores busy" if said else "")

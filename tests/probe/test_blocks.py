@@ -21,6 +21,7 @@ from torch import nn
 from outcore.choice import Options, Timed
 from outcore.device.device import Device
 from outcore.device.opening import device_name, open_device
+from outcore.memory.topology import Others
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.profile import UnitTimes, UnitWork, rates_for
@@ -229,6 +230,14 @@ def test_each_measurement_of_the_machine_has_its_own_times(monkeypatch):
     assert timed(make("llama"), sample_of("llama")) == first
     Machine(DEVICE)._keep(Measured(hardware=MACHINE, effort="quick", at="now", versions=versions()))
     assert not any(Machine(DEVICE).blocks_path(hardware).exists() for hardware in (MACHINE, fast))
+
+
+def test_times_on_a_busy_machine_are_not_kept(monkeypatch):
+    monkeypatch.setattr(Others, "busy", lambda _: "others kept 1.6 of 2 cores busy")
+    with pytest.warns(UserWarning, match="others kept 1.6 of 2 cores busy while blocks of the model were timed"):
+        found = timed(make("llama"), sample_of("llama"))
+    assert all(each.measured is not None for each in found.values()), "this run uses them"
+    assert not Machine(DEVICE).blocks_path(MACHINE).exists()
 
 
 class Strange(nn.Module):

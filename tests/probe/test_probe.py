@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+import warnings
 from collections import Counter
 from contextlib import closing
 from functools import partial
@@ -22,13 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outcore
 from outcore.cli.probe import probe
-from outcore.core.errors import ConfigError, DiskError
+from outcore.core.errors import ConfigError, DiskError, OutcoreError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.device.opening import open_device
 from outcore.forecast import hardware_for
 from outcore.memory import disk_file
 from outcore.memory.disk import DiskStore, Extent
 from outcore.memory.limits import host_bytes
+from outcore.memory.topology import Others
 from outcore.planning.timing.counted import counted_work
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.units.partition import partition
@@ -36,7 +38,7 @@ from outcore.probe import kept, links, work
 from outcore.probe import measure as measuring
 from outcore.probe.kept import Machine
 from outcore.probe.loads import Load, speeds
-from outcore.probe.measure import MIB, Effort, measure
+from outcore.probe.measure import MIB, Effort, measure, product_flops
 from outcore.probe.samples import line, parts, usual_s
 from outcore.probe.small_block import SmallBlock
 from outcore.spec.hardware import Hardware
@@ -53,6 +55,7 @@ OPENED = partial(open_device, DEVICE)
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("outcore.probe.measure.EFFORTS", {"whole": LEAST, "quick": LEAST})
+    monkeypatch.setattr("outcore.cli.probe._LOOK_S", 0.0)
 
 
 def test_a_slow_moment_of_a_link_does_not_decide(tmp_path, monkeypatch):
@@ -338,6 +341,47 @@ class TestKept:
     def test_a_home_that_cannot_be_written_to(self, tmp_path):
         (tmp_path / "cache").write_text("a file")
         assert Machine(DEVICE).measure("whole").hardware.device.fp32_flops > 0
+
+
+class TestBusy:
+    @pytest.fixture(autouse=True)
+    def _busy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kept, "measure", lambda *_, **__: known_hardware("rtx-4090"))
+        monkeypatch.setattr(Others, "busy", lambda _: "others kept 1.6 of 2 cores busy")
+
+    def test_the_run_uses_what_was_measured_but_it_is_not_kept(self):
+        with pytest.warns(UserWarning, match="is busy: others kept 1.6 of 2 cores busy; so the result is not kept"):
+            assert Machine(DEVICE).at_hand() == known_hardware("rtx-4090")
+        assert Machine(DEVICE).kept() is None
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_the_command_refuses_and_writes_nothing(self, number, tmp_path, monkeypatch):
+        """It looks before it measures, and again afterwards."""
+        said = ["others kept 1.6 of 2 cores busy", ""][:: number * 2 - 3]
+        monkeypatch.setattr(Others, "busy", lambda _: said.pop())
+        with pytest.raises(OutcoreError, match="busy: others kept 1.6 of 2 cores busy while it was measured, so its"):
+            probe(disks=[], device=DEVICE, out=tmp_path / "hardware.json")
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestImpossible:
+    @pytest.mark.parametrize(("times", "is_wrong"), [(4, False), (6, True)])
+    @pytest.mark.parametrize("disks", [True, False])
+    def test_what_products_surpass_is_measured_again(self, disks, times, is_wrong, tmp_path, monkeypatch):
+        monkeypatch.delenv("OUTCORE_HARDWARE")
+        monkeypatch.setattr(kept, "measure", lambda *_, **__: known_hardware("rtx-4090"))
+        here = SimpleNamespace(torch_device=torch.device(DEVICE))
+        first = Machine(DEVICE, (tmp_path,) if disks else ()).measure("whole").hardware
+        monkeypatch.setattr(kept, "product_flops", lambda _: times * first.device.bf16_flops)
+        monkeypatch.setattr(kept, "measure", lambda *_, **__: known_hardware("h100"))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = hardware_for(None, here, None, may_measure=True)
+        assert (found == known_hardware("h100")) is is_wrong
+        assert len([each for each in said if "is wrong: products in bf16 reach" in str(each.message)]) == is_wrong
+
+    def test_a_product_is_as_fast_as_the_probe_finds(self, found):
+        assert found.device.bf16_flops / 100 < product_flops(OPENED) < 100 * found.device.bf16_flops
 
 
 @pytest.mark.parametrize(("least_s", "is_repeated"), [(1e-9, False), (0.05, True)])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from outcore.cli.files import refuse_unwritable
-from outcore.core.errors import ConfigError, DiskError, UnsupportedError
+from outcore.core.errors import ConfigError, DiskError, OutcoreError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.device.opening import device_of_rank, open_device
+from outcore.memory.topology import Others
 from outcore.probe.kept import Machine, Measured
 from outcore.probe.links import Between, measure_links
 from outcore.ranks.world import World, join_world
 from outcore.spec.hardware import Hardware
+
+_LOOK_S = 1.0
+"""Seconds in which others are watched before the machine is measured."""
 
 
 def probe(*, disks: Sequence[Path], device: str | None, out: Path | None) -> str:
@@ -31,6 +36,7 @@ def probe(*, disks: Sequence[Path], device: str | None, out: Path | None) -> str
 
     Raises:
         ConfigError: A folder, device or file that cannot be used.
+        OutcoreError: Others keep the machine busy.
     """
     for folder in disks:
         if not folder.is_dir():
@@ -53,15 +59,27 @@ def probe(*, disks: Sequence[Path], device: str | None, out: Path | None) -> str
 
 
 def _measured(machine: Machine, out: Path | None, between: Between | None = None) -> str:
+    others = Others()
+    time.sleep(_LOOK_S)
+    _refuse_busy(others.busy())  # now: a probe of a busy machine takes minutes
     try:
         found = machine.measure("whole", between=between)
     except DiskError as error:
         raise ConfigError(f"--disk-dir: {error}") from error
     except UnsupportedError as error:
         raise ConfigError(str(error)) from error
+    _refuse_busy(found.busy)
     if out is not None:
         found.hardware.save(out)
     return _text(machine, found)
+
+
+def _refuse_busy(busy: str) -> None:
+    if busy:
+        raise OutcoreError(
+            f"this machine is busy: {busy} while it was measured, so its rates are neither kept nor written; measure "
+            "it again when they have ended"
+        )
 
 
 def _text(machine: Machine, found: Measured) -> str:

@@ -1,4 +1,4 @@
-"""The cores that this process may use, which of them share a memory controller, and their caches.
+"""The cores that this process may use, which of them share a memory controller, their caches, and who else is busy.
 
 The kernel's files are not trusted: containers and sandboxes may show only parts of them, or other contents.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -15,6 +16,9 @@ from outcore.memory.limits import cpu_quota
 
 _ROOT = Path("/")
 _MOST = 2**16  # more CPUs, and more nodes, than a kernel can be built for
+_USER, _NICE, _STEAL = 0, 1, 7  # columns of /proc/stat; time in the kernel is left out, since it may serve this process
+_FREE = 0.8  # a machine is busy if others leave less of what this process may use
+_LEAST_S = 0.5  # the kernel counts in hundredths of a second
 
 
 @final
@@ -57,6 +61,33 @@ def read_topology(root: Path = _ROOT) -> Topology:
         groups = [usable]
     nodes = [Node(cpus & usable, len({_core(root, cpu) for cpu in cpus & usable})) for cpus in groups]
     return Topology(tuple(nodes), cpu_quota(root))
+
+
+@final
+class Others:
+    """What other processes, and other virtual machines, take of the CPUs that this process may use."""
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        """Begin to watch. Args: root: Folder in place of ``/``."""
+        self._root, self._begun = root, _used_s(root)
+
+    def busy(self) -> str:
+        """Return what they took since this was made, as a clause; empty if that left enough, or cannot be known."""
+        seconds, used_s, own_s = (now - begun for now, begun in zip(_used_s(self._root), self._begun, strict=True))
+        if seconds < _LEAST_S:
+            return ""
+        num_cpus, taken = len(os.sched_getaffinity(0)), (used_s - own_s) / seconds
+        wanted = min(num_cpus, cpu_quota(self._root) or num_cpus)
+        return f"others kept {taken:.1f} of {num_cpus} cores busy" if num_cpus - taken < _FREE * wanted else ""
+
+
+def _used_s(root: Path) -> tuple[float, float, float]:
+    """Read a clock, the seconds that programs have used of these CPUs, and those of this process."""
+    names, used = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}, 0
+    for name, *ticks in map(str.split, _text(root / "proc/stat").splitlines()):
+        if name in names and len(ticks) > _STEAL:
+            used += sum(int(ticks[column]) for column in (_USER, _NICE, _STEAL))
+    return time.perf_counter(), used / os.sysconf("SC_CLK_TCK"), os.times().user
 
 
 def processor_name(root: Path = _ROOT) -> str:

@@ -3,7 +3,8 @@
 [Note: which machine] A machine is identified by its processor, its memory, the cores that this process may keep busy,
 the device and the file systems of the disk tier. Its host name does not count, since containers get a new one each
 time. A run uses the measurement of its own file systems. A forecast without folders uses the latest measurement with
-any file systems. A kept measurement holds as long as the versions of torch and of the probe are the same.
+any file systems. A kept measurement holds as long as the versions of torch and of the probe are the same, and until a
+product is several times as fast as it says. What is measured while others keep the machine busy is not kept.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from outcore.core.errors import ConfigError
 from outcore.device.opening import device_name, open_device
 from outcore.memory.limits import host_bytes
-from outcore.memory.topology import processor_name, read_topology
+from outcore.memory.topology import Others, processor_name, read_topology
 from outcore.spec.hardware import Hardware
 from outcore.spec.text_file import Described
 
@@ -38,11 +39,22 @@ PROBE_VERSION = "12"
 """Version of the method of measuring. Measurements with another version are stale."""
 
 
+_TOO_SLOW = 5.0
+"""A kept measurement is wrong if products are this many times as fast now: clocks and kernels do not differ so much."""
+
+
 def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: str) -> Hardware:
     """Measure the machine. Args: effort: Name of an effort; the others are as for ``probe.measure``."""
     from outcore.probe.measure import EFFORTS, measure  # here: it imports the engine, which readers do not need
 
     return measure(open_device, disks, EFFORTS[effort])
+
+
+def product_flops(open_device: Callable[[], Device]) -> float:
+    """Return today's FLOP per second of products in bf16. Args: As for ``probe.measure``."""
+    from outcore.probe.measure import product_flops
+
+    return product_flops(open_device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +70,8 @@ class Measured(Described):
     """Date and time."""
     versions: Mapping[str, str]
     """Versions on which the measurement depends besides the machine. See ``versions``."""
+    busy: str = ""
+    """What others did on this machine meanwhile, if that was so much that the rates are too low."""
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> Self:
@@ -112,18 +126,19 @@ class Machine:
         Args:
             effort: ``whole`` or ``quick``.
             between: What ranks have measured between them; None if there is only one rank.
-            is_kept: Keep it for later use. Pass False for a measurement that was taken beside a run.
+            is_kept: Keep it for later use, unless the machine is busy. Pass False for a measurement beside a run.
 
         Raises:
             DiskError: A folder cannot serve the disk tier.
             MemoryBudgetError: There is too little memory to measure in.
         """
+        others = Others()
         hardware = measure(partial(open_device, self.torch_device), self.disks, effort)
         if between is not None:
             hardware = dataclasses.replace(hardware, links=between.links, network=between.network)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        found = Measured(hardware=hardware, effort=effort, at=now, versions=versions())
-        if is_kept:
+        found = Measured(hardware=hardware, effort=effort, at=now, versions=versions(), busy=others.busy())
+        if is_kept and not found.busy:
             self._keep(found)
         return found
 
@@ -136,20 +151,32 @@ class Machine:
                 blocks.unlink(missing_ok=True)
 
     def at_hand(self) -> Hardware:
-        """Return the kept hardware. If there is none, measure quickly and warn about it.
+        """Return the kept hardware. If there is none that holds, measure quickly and warn about it.
 
         Raises:
             DiskError: A folder cannot serve the disk tier.
             MemoryBudgetError: There is too little memory to measure in.
         """
         kept = self.kept()
-        if kept is None:
-            kept = self.measure("quick")
-            _say(
-                f"this machine was measured once, in a few seconds, to predict times of plans; the result is kept in "
-                f"'{self.path}'; outcore probe measures more accurately"
-            )
-        return kept.hardware
+        if kept is not None and self.still_holds(kept):
+            return kept.hardware
+        found = self.measure("quick")
+        said = f"the result is kept in '{self.path}'; outcore probe measures more accurately"
+        if found.busy:
+            said = f"this machine is busy: {found.busy}; so the result is not kept, and predicted times may be too long"
+        _say(f"this machine was measured once, in a few seconds, to predict times of plans; {said}")
+        return found.hardware
+
+    def still_holds(self, found: Measured) -> bool:
+        """Return whether a measurement is possible beside a product now; warn if it is not."""
+        kept_flops, now_flops = found.hardware.device.bf16_flops, product_flops(partial(open_device, self.torch_device))
+        if now_flops < _TOO_SLOW * kept_flops:
+            return True
+        _say(
+            f"the measurement of this machine of {found.at} is wrong: products in bf16 reach {now_flops:.2g} FLOP/s "
+            f"now, and {kept_flops:.2g} are kept; it is measured again"
+        )
+        return False
 
 
 def cache_folder() -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
 from outcore.device.opening import device_name
+from outcore.memory.topology import Others
 from outcore.planning.forward.calls import calls_of
 from outcore.planning.forward.casts import Autocast
 from outcore.planning.timing.profile import UnitTimes, UnitWork, rates_for
@@ -91,13 +93,18 @@ def with_times(
     if not all(name in known for name in names):
         rates = rates_for(hardware, cut.spec, work)
         counted_s = {name: rates.forward_s[name] + rates.backward_s[name] for name in work}
-        given = device, counted_s, Speed(device, hardware)
+        given, others = (device, counted_s, Speed(device, hardware)), Others()
         found = [*measure_blocks(cut, calls, *given), measure_rest(cut, sample, calls, *given)]
         known |= dict(zip(names, found, strict=True))
-        with suppress(ConfigError, OSError):  # the folder cannot be written to
-            path.parent.mkdir(parents=True, exist_ok=True)
-            kept_now = {name: seconds for name, seconds in known.items() if seconds is not None}  # others may run later
-            dataclasses.replace(kept, blocks=kept_now).save(path)
+        busy = others.busy()
+        if busy:
+            warnings.warn(
+                f"this machine is busy: {busy} while blocks of the model were timed; their times are not kept, and "
+                "predictions may be wrong",
+                stacklevel=2,
+            )
+        else:
+            _keep(kept, known, path)
     name_of = dict(zip(calls.kinds, names[:-1], strict=True))
     of_unit = {unit: _sum([known[name_of[kind]] for kind in kinds]) for unit, kinds in calls.of.items()}
     of_unit[""] = known[names[-1]]
@@ -125,6 +132,13 @@ def _kept(path: Path) -> KeptBlocks:
         if found.versions == versions():
             return found
     return KeptBlocks(versions=versions(), blocks={})
+
+
+def _keep(kept: KeptBlocks, known: Mapping[str, UnitTimes | None], path: Path) -> None:
+    with suppress(ConfigError, OSError):  # the folder cannot be written to
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept_now = {name: seconds for name, seconds in known.items() if seconds is not None}  # others may run later
+        dataclasses.replace(kept, blocks=kept_now).save(path)
 
 
 def _sum(parts: Sequence[UnitTimes | None]) -> UnitTimes | None:
