@@ -14,11 +14,13 @@ from pathlib import Path
 import nursery
 import pytest
 import torch
+from rich.console import Console
 
 import outcore
 from outcore.cli.demo import demo, plain_loop
 from outcore.cli.demo import size as demo_size
 from outcore.core.errors import ConfigError
+from outcore.memory.topology import Others
 
 from .conftest import Run
 
@@ -150,6 +152,14 @@ def test_speeds_are_the_medians_of_both_loops_and_their_ratio():
         "Median of these steps: plain loop 0.500 s (2,048 tokens/s), streamed 0.750 s (1,365 tokens/s), "
         "1.50 times as long."
     )
+
+
+def test_a_busy_machine_is_said(capsys, monkeypatch):
+    demo._say_busy(Console(), Others())
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(Others, "busy", lambda _: "others kept 1.6 of 2 cores busy")
+    demo._say_busy(Console(), Others())
+    assert "This machine is busy: others kept 1.6 of 2 cores busy" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

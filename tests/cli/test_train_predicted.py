@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from outcore.cli.train.output import predicted
 from outcore.cli.train.output.predicted import Comparison, LaneTimes, PredictedStep
+from outcore.memory.topology import Others
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.spec.plan import Plan
 
@@ -85,6 +87,34 @@ class TestComparison:
         assert comparison.closing() == {"predicted": "1 s per step; the median took 1 s, 1.00 of it"}
         comparison.add(1.5, 50)
         assert "for 50 steps" in comparison.why(LANES)
+
+    def test_the_end_of_a_short_run_says_why_it_was_far_off(self):
+        """Ten steps; those of a long one have said it already."""
+        comparison = Comparison(STEP)
+        for _ in range(10):
+            comparison.add(1.5, 1, lanes(compute=1.1))
+        said = "1 s per step; the median took 1.5 s, 1.50 of it"
+        assert comparison.closing() == {"predicted": f"{said}: compute takes 1.1 s a step instead of 0.6 s"}
+        comparison.add(1.5, 10, lanes(compute=1.1))
+        comparison.why(LANES)
+        assert comparison.closing() == {"predicted": said}
+
+    def test_more_than_planned_is_said(self):
+        measured = LANES._replace(exposed_s={"h2d": 0.9}, moved_bytes={"h2d": 9 * 2**30})
+        said = "for lane h2d 0.9 s a step instead of 0.4 s (it moves 9.00 GiB instead of 4.66 GiB)"
+        assert compared(1.5).why(measured).endswith(said)
+
+    @pytest.mark.parametrize(("ranks", "is_said"), [(1, True), (2, False)])
+    def test_a_busy_machine_is_said(self, ranks: int, is_said: bool, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(Others, "busy", lambda _: "others kept 1.6 of 2 cores busy")
+        monkeypatch.setattr(predicted, "num_ranks", lambda: ranks)
+        said = ": this machine is busy, others kept 1.6 of 2 cores busy; compute takes 1.1 s"
+        comparison = Comparison(STEP)
+        for steps in (2, 10):
+            comparison.add(1.5, steps, lanes(compute=1.1))
+        assert (said in comparison.closing()["predicted"]) is is_said
+        comparison.add(1.5, 10, lanes(compute=1.1))
+        assert (said in comparison.why(lanes(compute=1.1))) is is_said
 
     def test_where_nothing_is_known_nothing_is_said(self):
         comparison = Comparison(None)

@@ -36,6 +36,7 @@ from outcore.core.errors import ConfigError, DiskError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.core.ranks import launched
 from outcore.memory.disk import DiskStore
+from outcore.memory.topology import Others
 from outcore.planning.homes.table import plan_table
 from outcore.runtime.optimizer import StreamedOptimizer
 
@@ -71,11 +72,13 @@ def run_demo(*, steps: int, device: str | None, folder: Path | None, fit: bool =
     size = _largest(console, steps, device, folder) if fit else {}
     start_s = time.perf_counter()
     _train(console, text, size, steps=steps, device=device, folder=folder)
+    others = Others()
     comparison = _compare(text, folder, size)
     if fit:
         console.print(f"\nAll of it took {time.perf_counter() - start_s:.0f} s.")
     console.print(f"\n[bold]Does it equal the plain loop?[/bold] {comparison}", soft_wrap=True)
     console.print(comparison.speeds(), soft_wrap=True)
+    _say_busy(console, others)
     return comparison.is_equal
 
 
@@ -102,10 +105,11 @@ def _train(
         console.print("\n[bold]Plan[/bold]")
         console.print(plan_table(optimizer.model_spec, optimizer.plan), markup=False, soft_wrap=True)
         before = _mean_loss(model, unseen, place)
-        reports = _reports(model, optimizer, plain_loop.batches(training, seed=0), steps)
+        reports, others = _reports(model, optimizer, plain_loop.batches(training, seed=0), steps), Others()
         with progress(console, steps) as shown:
             for report in reports:
                 shown.report(report)
+        _say_busy(console, others)
         after = _mean_loss(model, unseen, place)
         console.print(f"\n[bold]Loss on unseen text[/bold]  before {before:.3f}  after {after:.3f}")
         console.print("\n[bold]Sample[/bold]")
@@ -117,6 +121,12 @@ def _train(
         console.print(
             f"Peak memory of the process, Python and torch included: {format_bytes(peak_bytes)}", soft_wrap=True
         )
+
+
+def _say_busy(console: Console, others: Others) -> None:
+    busy = others.busy()
+    if busy:
+        console.print(f"This machine is busy: {busy}, so these steps took longer than on an idle one.", soft_wrap=True)
 
 
 def _sizes(model: LlamaForCausalLM) -> str:

@@ -1,16 +1,27 @@
-"""Predicted times of steps beside measured ones: in every line, on the bar, and in one sentence at the end."""
+"""Predicted times of steps beside measured ones: in every line, on the bar, and in one sentence at the end.
+
+Steps that are far off also get their cause, once: others on the machine, if any, and what takes longest in comparison.
+"""
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, final
 
+from outcore.core.quantities import format_bytes
+from outcore.memory.topology import Others
 from outcore.planning.timing.simulate import Simulation
+from outcore.ranks.world import num_ranks
 from outcore.spec.timeline import COMPUTE, Timeline
 
 _WARM_UP = 2  # steps in which kernels are chosen and the order of visits is learned
 _OFF, _FOR = 0.2, 20
+_FAR = 1.5
+"""Steps that take this many times as long as predicted are explained at the end, however few they are."""
+_MORE = 1.25
+"""A lane that moves this many times as much as predicted is said to."""
 _COMPUTING = ("update", "device_update")
 _LEAST_PART = 0.25
 """The part of a difference between steps that work on one lane must make up, to be called its cause."""
@@ -71,6 +82,10 @@ class Comparison:
         self._took_s: list[float] = []
         self._off_s: list[float] = []
         """Seconds of the last steps, if these were far off."""
+        self._lanes = Counter[tuple[str, str]]()
+        """What lanes and compute did in all steps after the warm-up: (what, lane) -> its sum."""
+        self._others = self._others_while_off = Others()
+        """Others on the machine since the warm-up, and since steps are off."""
         self._is_explained = False
 
     def facts(self) -> dict[str, Any]:
@@ -81,17 +96,21 @@ class Comparison:
         """Return a measured time over the predicted one; None without a prediction."""
         return None if self._predicted is None or not self._predicted.step_s else step_s / self._predicted.step_s
 
-    def add(self, step_s: float, steps: int) -> None:
-        """Count the steps of a line of metrics. Args: step_s: Their mean."""
+    def add(self, step_s: float, steps: int, measured: LaneTimes | None = None) -> None:
+        """Count the steps of a line of metrics. Args: step_s: Their mean. measured: What is known of lanes in them."""
         ratio = self.ratio(step_s)
         if ratio is None:
             return
         has_warm_up = len(self._took_s) < _WARM_UP
         self._took_s += [step_s] * steps
         if has_warm_up:
-            self._skipped = len(self._took_s)
+            self._skipped, self._others = len(self._took_s), Others()
         else:
             self._off_s = [*self._off_s, *[step_s] * steps] if abs(ratio - 1) > _OFF else []
+            for what, found in (measured or LaneTimes({}, {}, {}))._asdict().items():
+                self._lanes.update({(what, lane): steps * value for lane, value in found.items()})
+        if not self._off_s:
+            self._others_while_off = Others()
 
     @property
     def is_off(self) -> bool:
@@ -108,7 +127,7 @@ class Comparison:
         self._is_explained, median_s = True, statistics.median(self._off_s)
         return (
             f"steps take {median_s:.3g} s, {self.ratio(median_s):.2f} of what was predicted, for {len(self._off_s)} "
-            f"steps: {self._cause(measured, median_s)}"
+            f"steps: {_busy(self._others_while_off)}{self._cause(measured, median_s)}"
         )
 
     def closing(self) -> dict[str, str]:
@@ -119,6 +138,11 @@ class Comparison:
         median_s = statistics.median(took_s)
         ratio = self.ratio(median_s) or 0.0
         said = f"{self._predicted.step_s:.3g} s per step; the median took {median_s:.3g} s, {ratio:.2f} of it"
+        if ratio >= _FAR and not self._is_explained and self._lanes:
+            steps, of = len(self._took_s) - self._skipped, {what: dict[str, float]() for what in LaneTimes._fields}
+            for (what, lane), value in self._lanes.items():
+                of[what][lane] = value / steps
+            said += f": {_busy(self._others)}{self._cause(LaneTimes(**of), median_s)}"
         return {"predicted": said}
 
     def _cause(self, measured: LaneTimes, step_s: float) -> str:
@@ -134,13 +158,27 @@ class Comparison:
         part = max({**expected.busy_s, **measured.busy_s}, key=lambda lane: explains("busy_s", lane))
         if explains("busy_s", part) < _LEAST_PART:
             part = max({**expected.exposed_s, **measured.exposed_s}, key=lambda lane: explains("exposed_s", lane))
-            return f"compute waits for lane {part} {_instead(measured.exposed_s, expected.exposed_s, part)}"
+            waits = _instead(measured.exposed_s, expected.exposed_s, part)
+            return f"compute waits for lane {part} {waits}{_more(measured, expected, part)}"
         took = _instead(measured.busy_s, expected.busy_s, part)
         if part == COMPUTE:
             return f"compute takes {took}"
         rates = [lanes.rate(part) / 1e9 for lanes in (measured, expected)]
         speed = " (at {:.3g} instead of {:.3g} GB/s)".format(*rates) if all(rates) and part not in _COMPUTING else ""
-        return f"lane {part} works {took}{speed}"
+        return f"lane {part} works {took}{_more(measured, expected, part) or speed}"
+
+
+def _busy(others: Others) -> str:
+    """Return the beginning of a cause. Other ranks are no others, and cannot be told from them."""
+    busy = others.busy() if num_ranks() == 1 else ""
+    return f"this machine is busy, {busy}; " if busy else ""
+
+
+def _more(measured: LaneTimes, expected: LaneTimes, lane: str) -> str:
+    moved, known = (lanes.moved_bytes.get(lane, 0.0) for lanes in (measured, expected))
+    if moved <= _MORE * known:
+        return ""
+    return f" (it moves {format_bytes(int(moved))} instead of {format_bytes(int(known))})"
 
 
 def _instead(measured: Mapping[str, float], expected: Mapping[str, float], lane: str) -> str:

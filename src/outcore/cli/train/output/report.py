@@ -26,6 +26,7 @@ from outcore.memory.files.staged_files import sync
 from outcore.runtime.module.timing import timing
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.plan import Tier
+from outcore.spec.timeline import COMPUTE
 
 # Names in a Trainer's logs whose values are written in another form: renamed, per step instead of per run, or by lane.
 _ELSEWHERE = ("learning_rate", "num_tokens", "moved_bytes", "exposed_s", "epoch")
@@ -168,7 +169,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
                     of_predicted=self._planned.comparison.ratio(lap["step_s"]),
                 )
             )
-            self._planned.comparison.add(lap["step_s"], steps)
+            found = LaneTimes({COMPUTE: lap["compute_s"]}, lap["exposed_s"], lap["moved_bytes"])
+            self._planned.comparison.add(lap["step_s"], steps, found)
             if self._planned.comparison.is_off:
                 self._meter.watch()
         elif any(name.startswith("eval_") for name in logs):
