@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -50,11 +50,12 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: st
     return measure(open_device, disks, EFFORTS[effort])
 
 
-def product_flops(open_device: Callable[[], Device]) -> float:
-    """Return today's FLOP per second of products in bf16. Args: As for ``probe.measure``."""
+@cache
+def product_flops(torch_device: torch.device | str | None) -> float:
+    """Return today's FLOP per second of products in bf16 on a device, measured once in a process."""
     from outcore.probe.measure import product_flops
 
-    return product_flops(open_device)
+    return product_flops(partial(open_device, torch_device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,7 @@ class Machine:
 
     def still_holds(self, found: Measured) -> bool:
         """Return whether a measurement is possible beside a product now; warn if it is not."""
-        kept_flops, now_flops = found.hardware.device.bf16_flops, product_flops(partial(open_device, self.torch_device))
+        kept_flops, now_flops = found.hardware.device.bf16_flops, product_flops(self.torch_device)
         if now_flops < _TOO_SLOW * kept_flops:
             return True
         _say(
