@@ -142,9 +142,9 @@ def test_steps_that_are_as_predicted_again_while_lanes_are_watched_need_no_reaso
     monkeypatch.setattr(report, "WATCHED_STEPS", 2)
     add, lines = predicted.Comparison.add, []
 
-    def twice_as_long_at_first(self: Any, step_s: float, steps: int) -> None:
+    def twice_as_long_at_first(self: Any, step_s: float, steps: int, measured: Any) -> None:
         lines.append(self._predicted.step_s * (2 if len(lines) < OFF_AT - 1 else 1))
-        add(self, lines[-1], steps)
+        add(self, lines[-1], steps, measured)
 
     monkeypatch.setattr(predicted.Comparison, "add", twice_as_long_at_first)
     done = train("plain", "--replan")
