@@ -33,17 +33,17 @@ TRACED = {"backend": "aot_eager"}
 PIECES: list[dict[str, Any]] = [{"homes": "disk"}, {"homes": "host", "policy": "keep"}]
 
 
-def sizable() -> LlamaForCausalLM:
+def sizable(**more: Any) -> LlamaForCausalLM:
     """Return a Llama whose width is one block of 64 weights."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=3, attention_dropout=0.1, **sizes))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, num_hidden_layers=3, attention_dropout=0.1, **sizes, **more))
 
 
-def saved(folder: Path) -> Path:
+def saved(folder: Path, **more: Any) -> Path:
     """Save a Llama as a checkpoint in bf16; return the folder."""
     with torch.device("cpu"):
         torch.manual_seed(11)
-        sizable().to(torch.bfloat16).save_pretrained(folder)
+        sizable(**more).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -142,6 +142,24 @@ def test_quantised_as_it_is_read(kind, where, is_packed, folder, tmp_path, monke
         assert_same(state, dict(model.state_dict()))
 
 
+@pytest.mark.parametrize("kind", ["nf4", "nf4 nested", "int8"])
+def test_biases_of_layers_that_are_quantised_as_they_are_read(kind, tmp_path):
+    """In its first forward bitsandbytes replaces a bias by one of the dtype that the layer computes in."""
+    folder = saved(tmp_path / "biased", attention_bias=True)
+    want, state = plain(folder, kind)
+    model = adapted(on_meta(folder, kind))
+    with prepared(model, trained(model), "host", tmp_path, weights=folder) as (model, optimizer):
+        adapters = {k: v for k, v in loaded(folder, kind).state_dict().items() if "lora_" in k}
+        model.load_state_dict(adapters, strict=False)
+        torch.manual_seed(5)
+        assert_same(want, drive(model, optimizer))
+        assert_same(state, dict(model.state_dict()))
+    if kind == "nf4":
+        model = loaded(folder, kind)
+        with pytest.raises(outcore.UnsupportedError, match="q_proj.*' it is torch.bfloat16 and .* by torch.float32"):
+            outcore.prepare(model, trained(model))
+
+
 def packed(folder, kind, tmp_path):
     """Save the same checkpoint, quantised."""
     unadapted(folder, kind).save_pretrained(tmp_path / "packed")

@@ -320,6 +320,13 @@ def refuse_unusable(name: str, module: nn.Module, param: Any) -> None:
                 f"expected weights as they were quantised, but '{name}' was repacked by an evaluation on the CPU, "
                 "after which bitsandbytes cannot train over it; load the model again, and prepare it unevaluated"
             )
+        bias, computes_in = getattr(module, "bias", None), getattr(module, "compute_dtype", None)
+        if bias is not None and bias.dtype != (computes_in or bias.dtype):
+            raise UnsupportedError(
+                f"expected a bias in the dtype that its layer computes in, but beside '{name}' it is {bias.dtype} and "
+                f"bitsandbytes would replace it by {computes_in} in the first forward; load the model with "
+                f"bnb_4bit_compute_dtype={bias.dtype}, or run one forward before outcore.prepare()"
+            )
     if not is_ready:
         raise UnsupportedError(
             f"expected quantised weights, but '{name}' is not quantised yet; load the model with quantization_config=, "

@@ -110,16 +110,14 @@ class Initialisation:
 def _initialisers(model: nn.Module) -> Iterator[tuple[int, list[Initialiser]]]:
     """Initialisers of libraries beyond torch's own: id of a module -> its initialisers, in order."""
     adapters: dict[int, list[Initialiser]] = {}
-    inside: set[int] = set()  # the model that they were added to cannot initialise them
+    inside: set[int] = set()  # the model that they were added to cannot initialise them, but what they wrap
     if is_adapter_model(model):
         adapters, inside = _adapter_initialisers(model)
     yield from adapters.items()
 
     def walk(module: nn.Module, owner: nn.Module | None) -> Iterator[tuple[int, list[Initialiser]]]:
         owner = module if is_pretrained_model(module) else owner
-        if id(module) in inside:
-            return
-        if owner is not None and id(module) not in adapters:
+        if owner is not None and id(module) not in inside:
             yield id(module), [partial(cast("Any", owner)._init_weights, module)]
         for child in module.children():
             yield from walk(child, owner)
@@ -128,7 +126,7 @@ def _initialisers(model: nn.Module) -> Iterator[tuple[int, list[Initialiser]]]:
 
 
 def _adapter_initialisers(model: nn.Module) -> tuple[dict[int, list[Initialiser]], set[int]]:
-    """Initialisers of the layers that peft changed, and the modules that it added to them."""
+    """Initialisers of the layers that peft changed, and these layers with the modules that it added to them."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -142,6 +140,7 @@ def _adapter_initialisers(model: nn.Module) -> tuple[dict[int, list[Initialiser]
         added = [m for m in layer.modules() if m is not layer and id(m) not in base]
         inside |= {id(m) for m in added}
         if isinstance(layer, LoraLayer):
+            inside.add(id(layer))
             adapters = [adapter for adapter in configs if adapter in layer.r]
             found[id(layer)] = [partial(layer.reset_lora_parameters, a, configs[a].init_lora_weights) for a in adapters]
         elif any(p.is_meta for m in added for p in m.parameters()):

@@ -30,7 +30,8 @@ from outcore.saving.weights.packed import PackedWeights, said_of
 from outcore.saving.weights.state_names import Place, places
 
 _SHOWN = 5
-_ADAPTER_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)\.")
+_WRAPPERS = re.compile(r"(?<=\.)(base_layer|original_module|modules_to_save\.[^.]+)\.")
+"""Parts of names that peft adds where it wraps a module, to any depth: experts are wrapped for each parameter."""
 
 
 @final
@@ -163,7 +164,7 @@ def _state(model: nn.Module) -> tuple[nn.Module, dict[str, list[Place]]]:
     for place in places(base):
         is_trained_copy = ".modules_to_save." in f".{place.name}" and not place.tensor.is_meta
         if place.is_persistent and id(place.tensor) not in adapters and not is_trained_copy:
-            name = _ADAPTER_COPY.sub(".", f".{place.name}").removeprefix(".").replace(".base_layer.", ".")
+            name = _WRAPPERS.sub("", f".{place.name}").removeprefix(".")
             state.setdefault(name, []).append(place)
     return base, state
 

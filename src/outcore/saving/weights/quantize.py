@@ -126,6 +126,8 @@ def _wrapped(value: torch.Tensor, *, dtype: torch.dtype, way: Any) -> Any:
 def _quantize_on_meta(module: Any, weight: Any, dtype: torch.dtype) -> None:
     import bitsandbytes
 
+    if module.bias is not None:  # in torch's default dtype so far; the first forward would replace it by this one
+        module.bias.data = module.bias.data.to(getattr(module, "compute_dtype", None) or dtype)
     full = torch.empty(weight.shape, dtype=dtype, device="meta")
     setattr(module, FULL_DTYPE, dtype)
     if kind_of(weight) == "Int8Params":

@@ -37,6 +37,8 @@ def notices(*, are_shown: bool = True) -> Iterator[None]:
         warnings.simplefilter("always")  # the handler drops what was said already
         warnings.simplefilter("ignore", DeprecationWarning)  # meant for the authors of libraries
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.* is deprecated")  # PEFT asks by the old name
+        # PEFT makes this pattern for fused experts. It does match, but PEFT looks for modules, not for parameters.
+        warnings.filterwarnings("ignore", r".*_pattern keys did not match .*: \['[^',]*gate_up_proj'\]")
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # torch then makes a context itself
         warnings.showwarning = handler.warn
         for log in loggers:
