@@ -74,16 +74,16 @@ def seen(lines: list[dict[str, Any]]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "targets", "in_4bit"),
+    ("name", "method", "targets", "in_4bit", "room"),
     [
-        ("qwen3_moe", "train", ALL, False),
-        ("mixtral", "dpo", EXPERTS, False),
-        ("gpt_oss", "train", EXPERTS, True),
-        ("qwen3_moe", "dpo", ALL, True),
+        ("qwen3_moe", "train", ALL, False, "160KiB"),
+        ("mixtral", "dpo", EXPERTS, False, "210KiB"),
+        ("gpt_oss", "train", EXPERTS, True, "104KiB"),
+        ("qwen3_moe", "dpo", ALL, True, "80KiB"),
     ],
 )
 def test_trained_over_tiers_and_resumed(
-    name: str, method: str, targets: dict[str, Any], in_4bit: bool, command: Run, tmp_path: Path
+    name: str, method: str, targets: dict[str, Any], in_4bit: bool, room: str, command: Run, tmp_path: Path
 ):
     weights, data = saved(name, tmp_path / "weights"), tmp_path / "data.jsonl"
     rows = [{"prompt": f"What is {n}?", "chosen": f" It is {n}.", "rejected": " Who knows"} for n in range(9)]
@@ -98,10 +98,10 @@ def test_trained_over_tiers_and_resumed(
     assert done.status == 0, done.err
     assert "_pattern" not in done.err, "the fused experts' rank is not said to be ignored"
     run = ["--out", tmp_path / "run", "--steps", 3, "--lr", 1e-2, "--save-every", 2]
-    run += ["--device-memory", "220KiB", "--host-memory", "210KiB"]
+    run += ["--device-memory", room, "--host-memory", room]
     assert command(*shared, *run).status == 0
     units = json.loads((tmp_path / "run" / "plan.json").read_text())["units"]
-    assert {unit["weights"] for unit in units} > {"device"}
+    assert {unit["weights"] for unit in units} >= {"device", "disk"}
     trainer = plain(method, weights, tmp_path / "start" / "model", rows, targets, in_4bit, tmp_path / "plain")
     assert seen(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == seen(trainer.state.log_history)
     want = load_file(tmp_path / "plain" / "adapter_model.safetensors")
