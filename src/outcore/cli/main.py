@@ -303,7 +303,9 @@ def prune_checkpoints(
 
 @app.command("export")
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them, for the newest whole one.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A run's folder, a checkpoint or a folder of them, a model, or adapters.")
+    ],
     directory: Annotated[Path, typer.Argument(help="Folder to write to: empty, or not there yet.")],
     *,
     form: Annotated[
@@ -311,13 +313,20 @@ def export(
     ] = "hf",
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapters into the base model.")] = False,
 ) -> None:
-    """Write a checkpoint's weights, or all of its state, in another format."""
+    """Write what was trained for other programs: a model, adapters, or adapters merged into their base model.
+
+    Of a run's folder it is the model at its end, or the newest whole checkpoint if that is newer.
+    """
     if form not in ("hf", "dcp"):
         raise ConfigError(f"--format: expected hf or dcp, but got '{form}'")
-    from outcore.saving.export_checkpoint import export_checkpoint
+    refuse_missing(*TRAINING)
+    from outcore.cli.train.output.notices import notices
 
-    export_checkpoint(checkpoint, directory, "dcp" if form == "dcp" else "hf", merge=merge)
-    print(f"wrote {directory}")
+    with notices():
+        from outcore.saving.export_checkpoint import export_checkpoint  # its libraries print while they are imported
+
+        said = export_checkpoint(checkpoint, directory, "dcp" if form == "dcp" else "hf", merge=merge)
+    print(f"wrote {directory}: {said}")
 
 
 def _show_checkpoints(directory: Path, *, check: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import SaveStrategy
 
-from outcore.api import save_pretrained
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, OutcoreError
 from outcore.integrations.checkpoints import (
     RANDOM_STATE,
     newest_to_resume,
@@ -30,13 +31,15 @@ from outcore.integrations.saves import TrainerSaves
 from outcore.memory.files.locked_folder import held
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.ranks.agreement import agreed
-from outcore.ranks.world import World
-from outcore.runtime.module_guard import attachment_of
+from outcore.ranks.world import World, num_ranks
+from outcore.runtime.module_guard import attachment_of, engine_of
 from outcore.runtime.saves import Save
 from outcore.saving.shared import all_random_states, restore_odd_buffers, restore_random_states_of
 from outcore.saving.small_state import read_small, write_small
 from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
 from outcore.saving.weights.conversions import is_adapter_model
+from outcore.saving.weights.export import rehearse_save, save_model
+from outcore.saving.weights.small_files import Writers
 
 _CALL = "checkpoint"
 
@@ -49,6 +52,8 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
     _outcore_saves: TrainerSaves
     _outcore_checkpoint: str | None
     """Checkpoint to load when the model is prepared; None if there is none, and afterwards."""
+    _outcore_is_saved = False
+    """Whether the model is saved after training, whatever the arguments say."""
     _outcore_reading: ExitStack
     """Protects the checkpoint to resume from against removal while it is read."""
 
@@ -172,7 +177,7 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
         with agreed(self._outcore_world if is_checkpoint else None, _CALL):
             super().save_model(output_dir, _internal_call)
             if not self.args.should_save and attachment_of(self.model) is not None:
-                save_pretrained(self.model, self.args.output_dir)
+                save_model(engine_of(self.model, "save_model"), self.args.output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is not None or attachment_of(self.model) is None:
@@ -184,14 +189,44 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
     def _outcore_save_model(self, directory: str) -> None:
         files = self._outcore_saves.files(directory)
         if files is None:
-            save_pretrained(self.model, directory)
-        else:
-            files.weights(Path(directory))
+            save_model(engine_of(self.model, "save_model"), directory, self._outcore_small_files())
+            return
+        files.weights(Path(directory))
+        for write in self._outcore_small_files().values():
+            write(Path(directory))
+
+    def _outcore_small_files(self) -> Writers:
+        """What is written beside the model."""
         tokenizer = self.processing_class
         tokenizer = tokenizer if tokenizer is not None else getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-        torch.save(self.args, os.path.join(directory, TRAINING_ARGS_NAME))
+        return {
+            **({} if tokenizer is None else {("tokenizer_config.json",): tokenizer.save_pretrained}),
+            (TRAINING_ARGS_NAME,): lambda folder: torch.save(self.args, folder / TRAINING_ARGS_NAME),
+        }
+
+    def _outcore_rehearse(self) -> None:
+        """Have rank 0 find out before training whether what is trained can be saved. With several ranks a collective.
+
+        Raises:
+            ConfigError, UnsupportedError: It cannot be saved. If nothing is to be saved, this is a warning.
+        """
+        if num_ranks() == 1:
+            self._outcore_rehearse_alone()
+            return
+        world = World()
+        with world.kept("train"):
+            if world.rank == 0:
+                self._outcore_rehearse_alone()
+            world.all_of(None)
+        world.close()
+
+    def _outcore_rehearse_alone(self) -> None:
+        try:
+            rehearse_save(self.model, self._outcore_small_files())
+        except OutcoreError as error:
+            if self._outcore_is_saved or self.args.save_strategy != SaveStrategy.NO:
+                raise
+            warnings.warn(f"what is trained here cannot be saved as a whole: {error}", stacklevel=2)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         files = self._outcore_saves.files(output_dir)

@@ -168,6 +168,8 @@ class OutcoreMixin(StreamedCheckpoints):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:  # noqa: FBT001, FBT002
         """Prepare the model. The Trainer calls this before its first step and its first evaluation."""
+        if training:
+            self._outcore_rehearse()
         self._outcore_prepare_once(training=training)
         if self.accelerator.distributed_type != "NO":  # all that Accelerate does, except DDP around the model
             self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)

@@ -1,16 +1,17 @@
-"""Export of a checkpoint to other formats, for ``from_pretrained`` or ``torch.distributed.checkpoint``.
+"""Export to other formats, for ``from_pretrained`` or ``torch.distributed.checkpoint``.
 
-[Note: exporting] No engine is needed. The checkpoint's folder ``library`` has what a library must know to build the
-model. It is built from that on the meta device, which gives the names under which its tensors are saved.
+[Note: exporting] No engine is needed. What ``save_checkpoint`` wrote has a folder ``library``, with what a library must
+know to build the model. It is built from that on the meta device, which gives the names under which its tensors are
+saved. What a Trainer or ``outcore train`` wrote is in the libraries' form already: its files are copied, without those
+that only training needs. Adapters are merged from such a folder; those of ``save_checkpoint`` are written to one first.
 """
 
 from __future__ import annotations
 
 import tempfile
 import warnings
-import zlib
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,63 +21,112 @@ from torch import nn
 from outcore.core.errors import ConfigError
 from outcore.core.extra import refuse_missing
 from outcore.memory.files.checkpoint_folder import mapped_tensors
-from outcore.memory.files.staged_files import copy_files
+from outcore.memory.files.staged_files import copy_files, is_any
 from outcore.memory.files.weights_file import write_safetensors
 from outcore.optim.compact import masters_of
-from outcore.planning.units.quantized import full_checksum
 from outcore.runtime.unit.views import torch_dtype
-from outcore.runtime.values.access import sample_of
 from outcore.saving.checkpoint import LIBRARY
-from outcore.saving.found import found
+from outcore.saving.export_merged import GO_ON, class_of, export_merged
+from outcore.saving.found import NOT_OF_A_MODEL, TRAINER_STATE, found, found_in
 from outcore.saving.training_state import OPTIMIZER_CLASS
 from outcore.saving.weights.conversions import Group, saving_groups
-from outcore.saving.weights.export import adapter_names, saved_state
+from outcore.saving.weights.export import ADAPTER_FILE, adapter_names, saved_state
 from outcore.saving.weights.state_names import places
-from outcore.spec.checkpoint import Manifest
+from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
 from outcore.spec.layout import CODES
 
 Format = Literal["hf", "dcp"]
+_MODEL, _CONFIG, _ADAPTER_CONFIG = "model", "config.json", "adapter_config.json"
 
 
-def export_checkpoint(source: Path, directory: Path, form: Format, *, merge: bool = False) -> None:
-    """Write a checkpoint in another format.
+def export_checkpoint(source: Path, directory: Path, form: Format, *, merge: bool = False) -> str:
+    """Write a model that was trained in another format.
 
     Args:
-        source: A checkpoint that ``save_checkpoint`` wrote, or a folder of them, of which the newest whole one is
-            taken.
+        source: The folder of a run (its ``model``, or its newest whole checkpoint if that is newer), one checkpoint,
+            a folder of checkpoints that ``save_checkpoint`` wrote, or a model or adapters as the libraries save them.
         directory: Created if missing.
         form: ``hf`` writes weights and configuration as ``from_pretrained`` reads them; for a model with adapters, it
             writes the adapters. ``dcp`` writes ``model`` and ``optimizer`` by name, as
             ``torch.distributed.checkpoint`` reads them; master weights, if there are any, are written as the weights.
         merge: For a model with adapters, write its base model with the adapters merged in.
 
+    Returns:
+        What was written, for people.
+
     Raises:
-        ConfigError: There is no checkpoint, it cannot be written in this format, or the directory is not empty.
+        ConfigError: There is nothing to export, it cannot be written in this format, or the directory is not empty.
         DiskError: The directory cannot be written.
 
-    Memory: host, one tensor at a time, or the group of tensors that become one; with ``merge`` the whole model.
+    Memory: host, one tensor at a time, or the group of tensors that become one; with ``merge`` also all adapters, and
+    one layer.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"export: expected a folder that is empty or not there yet, but got '{directory}'")
-    with found(source) as (path, manifest):
-        _export(_Saved(path, manifest), directory, form, merge=merge)
+    with _found(source) as (path, manifest):
+        if manifest is not None:
+            said = _export(_Saved(path, manifest), directory, form, merge=merge)
+        else:
+            said = _export_files(path, directory, form, merge=merge)
+        return f"{path}, {said}"
 
 
-def _export(saved: _Saved, directory: Path, form: Format, *, merge: bool) -> None:
-    is_adapter = (saved.library / "adapter_config.json").is_file()
+@contextmanager
+def _found(source: Path) -> Iterator[tuple[Path, Manifest | None]]:
+    """Give the folder to export. Its manifest is None if it holds a model as the libraries save it."""
+    model = next((folder for folder in (source, source / _MODEL) if _has_model(folder)), None)
+    newest = next((path for _, path in found_in(source)), None) if model is not None else None
+    state = None if newest is None else newest / TRAINER_STATE
+    is_older = state is not None and state.is_file() and state.stat().st_mtime > source.joinpath(_MODEL).stat().st_mtime
+    if model is not None and not is_older and not (source / MANIFEST_NAME).is_file():
+        yield model, None
+        return
+    with found(source, of_trainers=True) as (path, manifest):
+        yield path, None if TRAINER_STATE in manifest.files else manifest
+
+
+def _has_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (_CONFIG, _ADAPTER_CONFIG))
+
+
+def _export(saved: _Saved, directory: Path, form: Format, *, merge: bool) -> str:
+    is_adapter = (saved.library / _ADAPTER_CONFIG).is_file()
     if merge and (form != "hf" or not is_adapter):
         raise ConfigError("--merge: expected a model with adapters, and the format hf; leave it out")
     if saved.manifest.frozen and not is_adapter:
         raise _frozen(min(saved.manifest.frozen))
     if form == "dcp":
         _write_dcp(saved, directory)
-    elif not (saved.library / "config.json").is_file():
+    elif not (saved.library / _CONFIG).is_file():
         _write_groups(saved, directory, [Group(name, [("", name)]) for name in saved.weights], {})
+    elif merge:
+        with tempfile.TemporaryDirectory() as folder:
+            _write_adapters(saved, Path(folder))
+            return export_merged(Path(folder), directory, library=saved.library, manifest=saved.manifest)
     elif is_adapter:
-        _write_adapters(saved, directory, merge=merge)
+        _write_adapters(saved, directory)
     else:
         model = _built(saved.library)
         _write_groups(saved, directory, saving_groups(model, saved_state(model)), _names_of(model, saved))
+    return "as from_pretrained reads it" if form == "hf" else "as torch.distributed.checkpoint reads it"
+
+
+def _export_files(folder: Path, directory: Path, form: Format, *, merge: bool) -> str:
+    """Export a model or adapters that are there as the libraries save them."""
+    is_adapter = (folder / _ADAPTER_CONFIG).is_file()
+    if form != "hf":
+        raise ConfigError(
+            f"--format {form}: expected a checkpoint that outcore.save_checkpoint() wrote, but '{folder}' has a model "
+            "as from_pretrained reads it, without optimizer states by name; leave --format out"
+        )
+    if merge and not is_adapter:
+        raise ConfigError(
+            f"--merge: expected adapters, but '{folder}' holds a whole model, with nothing to merge; leave it out"
+        )
+    if merge:
+        return export_merged(folder, directory)
+    copy_files(folder, directory, lambda name: not is_any(name, NOT_OF_A_MODEL))
+    return "adapters as peft reads them (--merge merges them)" if is_adapter else "as from_pretrained reads it"
 
 
 class _Saved:
@@ -122,20 +172,8 @@ class _Saved:
         return states
 
 
-_GO_ON = "go on from the checkpoint (prepare(checkpoint=...)), and call outcore.save_pretrained(model, DIR) there"
-
-
 def _frozen(name: str) -> ConfigError:
-    return ConfigError(f"export: expected '{name}' in the checkpoint, but frozen parameters are not saved; {_GO_ON}")
-
-
-def _class_of(config: Any) -> Any:
-    import transformers
-
-    name = config.architectures[0]
-    if not hasattr(transformers, name):
-        raise ConfigError(f"export: expected a class of transformers, but the model is a '{name}'; {_GO_ON}")
-    return getattr(transformers, name)
+    return ConfigError(f"export: expected '{name}' in the checkpoint, but frozen parameters are not saved; {GO_ON}")
 
 
 def _built(library: Path) -> nn.Module:
@@ -144,7 +182,7 @@ def _built(library: Path) -> nn.Module:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(library)
-    kind = _class_of(config)
+    kind = class_of(config)
     if not (library / "adapter_config.json").is_file():
         with torch.device("meta"):
             return kind(config)
@@ -182,53 +220,17 @@ def _copy_library(saved: _Saved, directory: Path) -> None:
         copy_files(saved.library, directory)
 
 
-def _write_adapters(saved: _Saved, directory: Path, *, merge: bool) -> None:
+def _write_adapters(saved: _Saved, directory: Path) -> None:
     from peft import get_peft_model_state_dict
 
     model: Any = _built(saved.library)
-    values = {name: saved.weight(name).contiguous() for name in sorted(adapter_names(model))}
+    names = _names_of(model, saved)
+    values = {name: saved.weight(names.get(name, name)).contiguous() for name in sorted(adapter_names(model))}
     adapters = get_peft_model_state_dict(model, state_dict=values)
     specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in adapters.items()]
-    with tempfile.TemporaryDirectory() if merge else nullcontext(directory) as folder:
-        write_safetensors(folder, specs, adapters.items(), stem="adapter_model")
-        _copy_library(saved, Path(folder))
-        Path(folder, "config.json").unlink()  # the base model's
-        if merge:
-            _merged(saved, model, Path(folder)).save_pretrained(directory)
-
-
-def _merged(saved: _Saved, model: Any, adapters: Path) -> Any:
-    from peft import PeftModel
-
-    base = model.peft_config["default"].base_model_name_or_path
-    if not base:
-        raise ConfigError(
-            "--merge: expected a base model that has a name or a folder, but adapter_config.json has none"
-        )
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(saved.library)
-    plain = _class_of(config).from_pretrained(base, dtype=config.dtype)
-    whole: Any = PeftModel.from_pretrained(plain, str(adapters))
-    frozen, full, unknown = saved.manifest.frozen, saved.manifest.full, list[str]()
-    with_parts = {name.rpartition(".")[0] for name in frozen}
-    for name, param in whole.named_parameters():
-        is_quantized = name in with_parts
-        want = (full if is_quantized else frozen).get(name)
-        if want is None:
-            unknown += [name] * is_quantized
-        elif want != (full_checksum(param) if is_quantized else zlib.crc32(sample_of(param))):
-            raise ConfigError(
-                f"--merge: expected the base model that the adapters were trained on, but of '{base}' the weight "
-                f"'{name}' has other values; put back the files of the base model that the run had"
-            )
-    if unknown:
-        warnings.warn(
-            f"--merge: {len(unknown)} weights such as '{unknown[0]}' were quantised before outcore had them, so "
-            f"nothing says whether those of '{base}' are the ones that the adapters were trained on",
-            stacklevel=2,
-        )
-    return whole.merge_and_unload()
+    write_safetensors(directory, specs, adapters.items(), stem=Path(ADAPTER_FILE).stem)
+    _copy_library(saved, directory)
+    Path(directory, _CONFIG).unlink()  # the base model's
 
 
 def _write_dcp(saved: _Saved, directory: Path) -> None:

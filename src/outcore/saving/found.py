@@ -21,7 +21,13 @@ from outcore.spec.checkpoint import MANIFEST_NAME, Manifest
 _STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
 _OURS = "step-"
 """Prefix of the names of our checkpoints. Others are a Trainer's, which removes old ones itself."""
-_TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE, RECORD = "trainer_state.json", "settings.json"
+"""Files of a Trainer's checkpoint: what a Trainer writes last, and the record of the command's run."""
+NOT_OF_A_MODEL = (
+    *("optimizer*", "unit-*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin"),
+    *(TRAINER_STATE, RECORD, MANIFEST_NAME),
+)
+"""Files of a Trainer's checkpoint that only training needs."""
 T = TypeVar("T")
 
 
@@ -34,13 +40,16 @@ def found_in(directory: Path) -> list[tuple[int, Path]]:
 
 
 @contextmanager
-def found(directory: Path, *, step: int | None = None, check: bool = True) -> Iterator[tuple[Path, Manifest]]:
+def found(
+    directory: Path, *, step: int | None = None, check: bool = True, of_trainers: bool = False
+) -> Iterator[tuple[Path, Manifest]]:
     """Give the newest checkpoint that is as it was saved, or that of a step. It is not removed inside the block.
 
     Args:
         directory: One checkpoint, or a folder of them.
         step: Step of the checkpoint. None: the newest; a damaged one gives a warning, and the one before is taken.
         check: Read everything, and compare it with the checksums.
+        of_trainers: Whether it may be a Trainer's.
 
     Raises:
         ConfigError: There is no checkpoint, or it is damaged.
@@ -48,15 +57,17 @@ def found(directory: Path, *, step: int | None = None, check: bool = True) -> It
     with ExitStack() as holding:
         if os.path.isfile(directory / MANIFEST_NAME) and step is None:
             holding.enter_context(held(directory))
-            yield _of_a_run(directory, read_manifest(directory, check=check))
+            yield _of_a_run(directory, read_manifest(directory, check=check), of_trainers=of_trainers)
             return
         if os.path.isdir(directory):
             clear_away(directory)
-        yield _of_a_run(*_newest(directory, step, holding, check=check))
+        yield _of_a_run(*_newest(directory, step, holding, check=check), of_trainers=of_trainers)
 
 
-def _of_a_run(path: Path, manifest: Manifest) -> tuple[Path, Manifest]:
-    if _TRAINER_STATE in manifest.files:
+def _of_a_run(path: Path, manifest: Manifest, *, of_trainers: bool) -> tuple[Path, Manifest]:
+    if TRAINER_STATE in manifest.files:
+        if of_trainers:
+            return path, manifest
         raise ConfigError(
             f"checkpoint '{path}': expected what outcore.save_checkpoint() wrote, but it is a Trainer's; give it to "
             "--resume or resume_from_checkpoint. from_pretrained reads the model in it as it is"
@@ -165,6 +176,6 @@ def prune(
 
 def _best_of(path: Path, manifest: Manifest) -> str:
     """Name of the checkpoint that a Trainer's checkpoint calls the best so far; empty if there is none."""
-    if _TRAINER_STATE not in manifest.files:
+    if TRAINER_STATE not in manifest.files:
         return ""
-    return Path(json.loads(small_file(path / _TRAINER_STATE)).get("best_model_checkpoint") or "").name
+    return Path(json.loads(small_file(path / TRAINER_STATE)).get("best_model_checkpoint") or "").name

@@ -38,6 +38,7 @@ from outcore.saving.weights.conversions import Group, saving_groups
 from outcore.saving.weights.export import (
     ADAPTER_FILE,
     adapter_tensors,
+    adapter_values,
     read_tensor,
     save_beside_weights,
     save_model,
@@ -122,7 +123,7 @@ class LibraryFiles:
         if saves_adapters(model):
             self._adapters(small)
             return
-        save_beside_weights(self._engine, small)
+        save_beside_weights(model, small)
         state = saved_state(model)
         groups = saving_groups(model, state)
         self._submit(self._layout("model", [self._weights(group, state) for group in groups]))
@@ -135,7 +136,8 @@ class LibraryFiles:
             layouts.append(self._layout(str(inside / Path(ADAPTER_FILE).stem), items))
         if any(layout.index_file is not None for layout in layouts):  # peft reads one file
             adapters, layouts = None, []
-        save_beside_weights(self._engine, small, adapters)
+        values = adapter_values(self._engine) if adapters is None else {}
+        save_beside_weights(self._engine.model, small, adapters, values)
         for layout in layouts:
             self._submit(layout)
 

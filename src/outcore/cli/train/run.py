@@ -17,7 +17,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-import outcore
 from outcore.api import free_budget
 from outcore.cli.terminal import Terminal
 from outcore.cli.train.crew import ALONE, Crew
@@ -26,7 +25,7 @@ from outcore.cli.train.job import Job, RunData
 from outcore.cli.train.loop.nonfinite import NonFiniteStepError
 from outcore.cli.train.loop.preemption import Preemption
 from outcore.cli.train.output.facts import Length, facts_of_data, facts_of_model
-from outcore.cli.train.output.folder import METRICS, MODEL, SETTINGS, Checkpoint, OutputFolder
+from outcore.cli.train.output.folder import METRICS, MODEL, Checkpoint, OutputFolder
 from outcore.cli.train.output.record import RunRecord
 from outcore.cli.train.output.report import RunReport, is_evaluated
 from outcore.cli.train.output.trace import TraceFile
@@ -36,6 +35,10 @@ from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.memory.limits import host_free_bytes
+from outcore.runtime.module_guard import engine_of
+from outcore.saving.found import RECORD
+from outcore.saving.weights.export import save_model
+from outcore.saving.weights.small_files import SmallFilesError, Writers
 
 _HELD_BACK_BYTES = 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's names
@@ -168,6 +171,7 @@ def _dry_run(terminal: Terminal, job: Job, output: OutputFolder, record: RunReco
         _say(terminal, "Plan", job.plan_table())
         elsewhere = dataclasses.replace(job, settings=dataclasses.replace(job.settings, out=Path(cache)))
         with _trainer(terminal, elsewhere, data, record, None) as (trainer, _):
+            trainer.rehearse()
             if output.checkpoint is not None:
                 _changes(trainer.record, output.checkpoint)
 
@@ -212,10 +216,13 @@ def _go_on(run: _Run) -> None:
 
 def _end(run: _Run, job: Job, trainer: Any, skipped: int = 0) -> None:
     """Save the model and describe the run. Args: skipped: Steps without an update that came before this trainer."""
-    with run.output.new_model() as folder:
-        run.crew.tell(None)
-        outcore.save_pretrained(trainer.model, folder)
-        job.tokenizer.save_pretrained(folder)
+    others: Writers = {("tokenizer_config.json",): job.tokenizer.save_pretrained}
+    try:
+        with run.output.new_model() as folder:
+            run.crew.tell(None)
+            save_model(engine_of(trainer.model, "the run"), folder, others)
+    except SmallFilesError as error:
+        raise SmallFilesError(run.output.path / MODEL, error.failed) from error  # the folder has its name now
     _say_end(run, job, trainer, skipped + trainer.num_skipped)
 
 
@@ -284,7 +291,7 @@ def _changes(record: RunRecord, checkpoint: Checkpoint) -> list[str]:
     """Return what differs from the checkpoint's run and is used from here on, a line each."""
     before = RunRecord.load(checkpoint.path)
     if before is None:
-        return [f"its settings are not known: there is no {SETTINGS} in it, and nothing was compared"]
+        return [f"its settings are not known: there is no {RECORD} in it, and nothing was compared"]
     changes = record.changes_since(before, checkpoint.path)
     return _aligned(changes).splitlines() if changes else []
 
@@ -307,6 +314,8 @@ def _explained(output: OutputFolder, settings: Settings) -> Iterator[None]:
         late = OutcoreError(str(error))  # no mistake in the command: what it needs was damaged while it ran
         late.add_note(_what_is_left(output))
         raise late from error
+    except SmallFilesError:
+        raise
     except NonFiniteStepError as error:
         error.add_note(_what_is_left(output, "with --resume and a change the run goes on there"))
         raise

@@ -7,8 +7,9 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from outcore.memory.disk_file import disk_error
@@ -46,11 +47,30 @@ def staged_files(directory: str | Path, *, edited: Sequence[str] = ()) -> Iterat
         raise disk_error(f"'{folder}': expected a folder that can be written", error) from error
 
 
-def copy_files(source: Path, directory: Path) -> None:
-    """Copy a folder's files into another folder. Raises: DiskError."""
+def copy_files(source: Path, directory: Path, wanted: Callable[[str], bool] = bool) -> None:
+    """Copy what a folder holds into another folder. Hidden files are left out.
+
+    Args:
+        source: The folder.
+        directory: Created if missing.
+        wanted: Whether to copy a file or folder of this name.
+
+    Raises:
+        DiskError: The directory cannot be written.
+    """
     with staged_files(directory) as staged:
-        for file in source.iterdir():
-            shutil.copyfile(file, staged / file.name)
+        for path in source.iterdir():
+            if path.name.startswith(".") or not wanted(path.name):
+                continue
+            if path.is_dir():
+                shutil.copytree(path, staged / path.name)
+            else:
+                shutil.copyfile(path, staged / path.name)
+
+
+def is_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether the name of a file matches one of some patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def sync(path: Path) -> None:

@@ -8,7 +8,8 @@ are settled on meta tensors; the weights are then read from their homes as they 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.memory.files.staged_files import staged_files
 from outcore.memory.files.weights_file import write_safetensors
 from outcore.planning.units.wrapped import Wrapping, is_wrapped, tensors_in
 from outcore.ranks.agreement import agreed, read_by_all
@@ -30,9 +30,12 @@ from outcore.saving.weights.conversions import (
     saving_groups,
     tied_targets,
 )
+from outcore.saving.weights.small_files import Writers, rehearse_small_files, write_small_files
 from outcore.saving.weights.state_names import Place, places
 
-ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FILE, GENERATION = "adapter_model.safetensors", "generation_config.json"
+_NO_OTHERS: Writers = {}
+_NO_VALUES: Mapping[str, torch.Tensor] = {}
 
 
 def read_tensor(engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,19 +62,24 @@ def stream_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
             yield place.name, read_tensor(engine, place.tensor)
 
 
-def save_model(engine: Engine, directory: str | Path) -> None:
+def save_model(engine: Engine, directory: str | Path, others: Writers = _NO_OTHERS) -> None:
     """Save weights and configuration; for a model with adapters, the adapters only. With several ranks, rank 0 writes.
+
+    Weights come first. They stay if small files cannot be written.
 
     Args:
         engine: The engine of the model.
         directory: Created if missing; files of an older save are replaced.
+        others: What writes other small files, such as a tokenizer's.
 
     Raises:
         ConfigError: The directory is a file.
         UnsupportedError: A module has its own way of saving, or a weight has a format that files cannot hold.
         DiskError: The directory cannot be written.
+        SmallFilesError: The weights are there, but not all of the small files beside them.
 
-    Memory: host, one tensor at a time, or the group of tensors that become one in the checkpoint; all adapters.
+    Memory: host, one tensor at a time, or the group of tensors that become one in the checkpoint. All adapters, if peft
+    converts some.
     """
     engine.refuse_if_closed()
     world = engine.access.world
@@ -80,12 +88,13 @@ def save_model(engine: Engine, directory: str | Path) -> None:
         with agreed(world if engine.has_cut_weights else None, "save_pretrained"):
             if os.path.isfile(directory):
                 raise ConfigError(f"save_pretrained: expected a directory, but '{directory}' is a file")
-            _save(engine, directory, writes=is_first)
+            _save(engine, Path(directory), others, writes=is_first)
 
 
-def _save(engine: Engine, directory: str | Path, *, writes: bool) -> None:
+def _save(engine: Engine, directory: Path, others: Writers, *, writes: bool) -> None:
     """Save the model. Args: writes: False: this rank only contributes its part of the weights."""
     model = engine.model
+    adapters = adapter_tensors(model)
     if not saves_adapters(model):
         state = saved_state(model)
         groups = saving_groups(model, state)
@@ -97,11 +106,41 @@ def _save(engine: Engine, directory: str | Path, *, writes: bool) -> None:
         with read_by_all(tensors if engine.has_cut_weights else ()):
             if writes:
                 write_safetensors(directory, specs, tensors)
-    adapters = adapter_values(engine)
-    if not writes:
-        return
-    with staged_files(directory, edited=["README.md"] if saves_adapters(model) else []) as staged:  # the model card
-        _save_beside(model, staged, adapters)
+    for inside, found in (adapters or {}).items():
+        specs = [(name, place.tensor.dtype, tuple(place.tensor.shape)) for name, place in found.items()]
+        tensors = ((name, read_tensor(engine, place.tensor)) for name, place in found.items())
+        with read_by_all(tensors if engine.has_cut_weights else ()):
+            if writes:  # peft reads one file
+                stem = Path(ADAPTER_FILE).stem
+                write_safetensors(directory / inside, specs, tensors, stem=stem, max_shard_bytes=2**62)
+    values = adapter_values(engine) if adapters is None else {}
+    if writes:
+        library = _library_writers(model, partial(save_beside_weights, model, adapters=adapters, values=values))
+        edited = ["README.md"] if saves_adapters(model) else []  # the model card
+        write_small_files(directory, {**library, **others}, edited=edited)
+
+
+def rehearse_save(model: nn.Module, others: Writers = _NO_OTHERS) -> None:
+    """Do before training all of ``save_model`` that needs no weights, in a scratch folder. Nothing of it stays.
+
+    Args:
+        model: Prepared or not.
+        others: As for ``save_model``.
+
+    Raises:
+        ConfigError: A small file can be read and not be written, or tied weights are none that the library knows.
+        UnsupportedError: As for ``save_model``.
+    """
+    adapters = adapter_tensors(model)
+    if not saves_adapters(model):
+        saving_groups(model, saved_state(model))
+        write = partial(save_beside_weights, model)
+    elif adapters is not None:
+        write = partial(save_beside_weights, model, adapters=adapters)
+    else:  # peft would need the values
+        write = partial(_save_configurations, model)
+    base = model.get_base_model() if is_adapter_model(model) else model  # type: ignore[operator]
+    rehearse_small_files({**_library_writers(model, write), **others}, str(getattr(base, "name_or_path", "")))
 
 
 def saves_adapters(model: nn.Module) -> bool:
@@ -110,33 +149,42 @@ def saves_adapters(model: nn.Module) -> bool:
 
 
 def save_beside_weights(
-    engine: Engine, folder: Path, adapters: Mapping[Path, Mapping[str, Place]] | None = None
+    model: nn.Module,
+    folder: Path,
+    adapters: Mapping[Path, Mapping[str, Place]] | None = None,
+    values: Mapping[str, torch.Tensor] = _NO_VALUES,
 ) -> None:
     """Write what the library saves beside the weights, or all of the adapters, into a new folder. Nothing is synced.
 
     Args:
-        engine: The engine of the model.
+        model: The model.
         folder: A new folder.
         adapters: What ``adapter_tensors`` returned. If given, adapters are left out, and the caller saves them.
+        values: Values of all adapters by name, if these are what is saved and the library is to save them.
     """
-    model = engine.model
     if adapters is not None:
         names = {place.name for tensors in adapters.values() for place in tensors.values()}
         _library_save(model, folder, dict.fromkeys(names, torch.empty(0)))
         for inside in adapters:
             (folder / inside / ADAPTER_FILE).unlink()
-    else:
-        _save_beside(model, folder, adapter_values(engine))
-
-
-def _save_beside(model: nn.Module, folder: Path, adapters: Mapping[str, torch.Tensor]) -> None:
-    """Have the library save its files. Args: adapters: Values of all adapters, if these are what is saved."""
-    if saves_adapters(model):
-        _library_save(model, folder, adapters)
+    elif saves_adapters(model):
+        _library_save(model, folder, values)
     elif is_pretrained_model(model):
         _library_save(model, folder, {})
         for path in folder.glob("model*.safetensors*"):
             path.unlink()
+
+
+def _library_writers(model: nn.Module, write: Callable[[Path], None]) -> Writers:
+    """Name the files that the library writes. Args: write: Has the library write them."""
+    is_adapter = saves_adapters(model)
+    files = ("README.md", ADAPTER_FILE, "adapter_config.json") if is_adapter else ("config.json", GENERATION)
+    return {files: write}
+
+
+def _save_configurations(model: nn.Module, folder: Path) -> None:
+    for config in _configs(model).values():
+        config.save_pretrained(folder)
 
 
 def adapter_values(engine: Engine) -> dict[str, torch.Tensor]:

@@ -109,7 +109,7 @@ class LoadPlan:
         remember_used(self._model, self._rules)
 
 
-def plan_loading(model: nn.Module, path: str | Path) -> LoadPlan:
+def plan_loading(model: nn.Module, path: str | Path, *, is_exact: bool = True) -> LoadPlan:
     """Match a checkpoint directory with a model.
 
     Names match as ``from_pretrained`` matches them: base-model prefixes, tied weights, renamed and fused tensors.
@@ -118,6 +118,7 @@ def plan_loading(model: nn.Module, path: str | Path) -> LoadPlan:
     Args:
         model: On any device, also meta.
         path: Directory with ``model.safetensors``, or with shards and their index.
+        is_exact: Whether the checkpoint must have all tensors of the model, and no others.
 
     Raises:
         ConfigError: Tensors are missing, unexpected, of another shape, quantized otherwise, or cannot be converted.
@@ -147,7 +148,8 @@ def plan_loading(model: nn.Module, path: str | Path) -> LoadPlan:
     _refuse_quantized(path, quantized)
     _refuse_mismatch(path, mismatched)
     _assign(plan, state, loaded, tied_targets(base), directory)
-    _refuse_names(path, _missing(base, plan, state), list(dict.fromkeys(unexpected)), directory.names())
+    if is_exact:
+        _refuse_names(path, _missing(base, plan, state), list(dict.fromkeys(unexpected)), directory.names())
     return plan
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import pyarrow
 import pyarrow.compute
+from transformers.trainer import align_special_tokens
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from outcore.api import close
@@ -26,8 +27,15 @@ _BATCH_ROWS = 1000
 class _QuietMixin(StoppableRuns, FiniteSteps):
     """A mixin for a Trainer that writes nothing but checkpoints."""
 
+    _outcore_is_saved = True
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write none: it would say the same of every model."""
+
+    def rehearse(self) -> None:
+        """Find out whether what would be trained could be saved. Raises: as ``train``."""
+        align_special_tokens(self.model, self.processing_class)  # as training begins: it changes what is saved
+        self._outcore_rehearse_alone()
 
     def end(self) -> None:
         """Give memory, files and threads back."""

@@ -23,21 +23,16 @@ from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 from outcore.integrations.checkpoints import refuse_damaged
 from outcore.memory.files.checkpoint_folder import clear_away, read_manifest
+from outcore.memory.files.weights_file import WeightsDirectory
+from outcore.saving.found import NOT_OF_A_MODEL, TRAINER_STATE
 from outcore.spec.checkpoint import MANIFEST_NAME
 
 PLAN, METRICS, MODEL, HARDWARE = "plan.json", "metrics.jsonl", "model", "hardware.json"
-SETTINGS = "settings.json"
-"""File in a checkpoint: the record of the run that wrote it."""
 _CACHE = ".outcore-data-"
-_STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint; outcore's also have a manifest
 _DAMAGED = ".damaged"
 _IS_OURS = re.compile(
     rf"{re.escape(PLAN)}|{re.escape(METRICS)}|{re.escape(HARDWARE)}|{re.escape(_CACHE)}.*|"
     rf"checkpoint-\d+({re.escape(_DAMAGED)})?"
-)
-_NOT_OF_A_MODEL = (
-    *("optimizer*", "unit-*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin"),
-    *(_STATE, SETTINGS, MANIFEST_NAME),
 )
 
 
@@ -187,17 +182,19 @@ class OutputFolder:
             checkpoint: The last checkpoint; what only training needs is left out.
             best: Take the best checkpoint instead, as the last one names it.
         """
-        model, state = self.path / MODEL, checkpoint.path / _STATE
+        model, state = self.path / MODEL, checkpoint.path / TRAINER_STATE
         if model.is_dir() and model.stat().st_mtime >= state.stat().st_mtime:
             return
         named = json.loads(state.read_text()).get("best_model_checkpoint") if best else None
         source = self.path / Path(named).name if named else checkpoint.path
         with self.new_model() as folder:
-            shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_NOT_OF_A_MODEL), dirs_exist_ok=True)
+            shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*NOT_OF_A_MODEL), dirs_exist_ok=True)
 
     @contextmanager
     def new_model(self) -> Iterator[Path]:
-        """Yield a folder that becomes ``model/`` when the block ends without an error, in place of an older one.
+        """Yield a folder that becomes ``model/`` when the block ends, in place of an older one.
+
+        If the block fails, it does so only if it holds whole weights.
 
         Raises:
             ConfigError: It cannot be made.
@@ -208,9 +205,19 @@ class OutputFolder:
             partial.mkdir()
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        yield partial
-        shutil.rmtree(model, ignore_errors=True)
-        partial.rename(model)
+        try:
+            yield partial
+        except Exception:
+            if not any(WeightsDirectory.is_there(partial, stem) for stem in ("model", "adapter_model")):
+                raise
+            _replace(model, partial)
+            raise
+        _replace(model, partial)
+
+
+def _replace(model: Path, whole: Path) -> None:
+    shutil.rmtree(model, ignore_errors=True)
+    whole.rename(model)
 
 
 def _refuse_unusable(path: Path) -> None:
@@ -304,12 +311,12 @@ def _refuse_cut(folder: Path) -> None:
 
 def _is_complete(folder: Path) -> bool:
     try:
-        return isinstance(json.loads((folder / _STATE).read_text()), dict)
+        return isinstance(json.loads((folder / TRAINER_STATE).read_text()), dict)
     except (FileNotFoundError, ValueError):
         return False
     except OSError as error:  # it may be complete: it must not be taken for half-done and removed
         raise ConfigError(
-            f"--out: expected to read '{folder / _STATE}', but got: {error}; make it readable, or move it away"
+            f"--out: expected to read '{folder / TRAINER_STATE}', but got: {error}; make it readable, or move it away"
         ) from error
 
 

@@ -22,7 +22,6 @@ import pyarrow
 import pyarrow.compute
 
 from outcore.cli.train.model.source import ModelSource
-from outcore.cli.train.output.folder import SETTINGS
 from outcore.cli.train.settings.description import defaults
 from outcore.cli.train.settings.given import shown
 from outcore.cli.train.settings.own import Own
@@ -31,6 +30,7 @@ from outcore.cli.train.settings.schema import SHORT_NAMES
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.ranks.world import num_ranks
+from outcore.saving.found import RECORD
 
 _FREE = {
     *("device_memory", "host_memory", "disk", "plan", "activations", "hardware", "device", "use_cpu"),
@@ -153,7 +153,7 @@ class RunRecord:
 
     def save(self, folder: Path) -> None:
         """Write it into a checkpoint's folder."""
-        (folder / SETTINGS).write_text(json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False))
+        (folder / RECORD).write_text(json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False))
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
@@ -162,7 +162,7 @@ class RunRecord:
         Raises:
             ConfigError: The record is damaged.
         """
-        path = folder / SETTINGS
+        path = folder / RECORD
         try:
             found = json.loads(path.read_text())
             return cls(**{**found, "data": Content(**found["data"])})
