@@ -122,7 +122,8 @@ def with_adapters(model: nn.Module, **more: Any) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft asks transformers for an attribute under its old name
-        return get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], **more))
+        options = {"target_modules": ["q_proj", "down_proj"], **more}
+        return get_peft_model(model, LoraConfig(r=3, lora_alpha=6, **options))
 
 
 def batch(step: int = 0) -> dict[str, torch.Tensor]:

@@ -69,6 +69,7 @@ def export_merged(
     folder = _base_folder(adapter.base_model_name_or_path, adapters)
     of_base: Any = transformers.AutoConfig.from_pretrained(folder)
     config: Any = of_base if library is None else transformers.AutoConfig.from_pretrained(library)
+    config.name_or_path = adapter.base_model_name_or_path  # peft compares
     plain = _plain(config)
     try:
         with torch.device("meta"):

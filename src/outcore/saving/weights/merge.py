@@ -25,7 +25,7 @@ from outcore.saving.weights.state_names import places
 
 _PREFIX = "base_model.model."
 """What peft puts before the names of the base model."""
-_AROUND = re.compile(r"(^|\.)(?:base_layer|original_module)(?=\.|$)")
+_AROUND = re.compile(r"(^|\.)(?:base_layer|original_module|token_adapter)(?=\.|$)")
 _INT8_STEPS = 127
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to initialise adapters that also change the weights below them."""
@@ -110,7 +110,7 @@ class Merged:
         parents = (name[:end] for end in (match.start() for match in re.finditer(r"\.", name)))
         layer = next((parent for parent in parents if parent in self._layers), None)
         if layer is None:
-            return self._of_base(name, _PREFIX + name)
+            return self._value(name, _PREFIX + name)
         if self._now[0] != layer:
             self._now = "", {}
             self._now = layer, self._merged(layer)
@@ -130,9 +130,12 @@ class Merged:
                 return True
         return False
 
-    def _of_base(self, name: str, place: str) -> torch.Tensor:
-        value = self._base.read(name)
-        self._check(place, value)
+    def _value(self, name: str, place: str) -> torch.Tensor:
+        """Read a tensor. Args: name: In the base model. place: In peft's model, where it may be trained."""
+        value = self._adapters(place)
+        if value is None:
+            value = self._base.read(name)
+            self._check(place, value)
         return value
 
     def _merged(self, layer: str) -> dict[str, torch.Tensor]:
@@ -144,10 +147,8 @@ class Merged:
         for place in list(places(made)):
             if not place.is_persistent or (is_replaced and place.name.startswith("original_module.")):
                 continue
-            found = self._adapters(f"{_PREFIX}{layer}.{place.name}")
-            if found is None:
-                own = _AROUND.sub("", place.name).removeprefix(".")
-                found = self._of_base(f"{layer}.{own}", f"{_PREFIX}{layer}.{place.name}")
+            own = _AROUND.sub("", place.name).removeprefix(".")
+            found = self._value(f"{layer}.{own}", f"{_PREFIX}{layer}.{place.name}")
             value = found.to(place.tensor.dtype, copy=True)
             if place.is_buffer:
                 place.module._buffers[place.key] = value
