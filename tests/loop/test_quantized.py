@@ -238,6 +238,21 @@ def test_exported_with_the_base_in_full_precision(kind, folder, tmp_path):
     assert_same(dict(want.state_dict()), dict(merged.state_dict()))
 
 
+@pytest.mark.parametrize("kind", ["nf4", "nf4 nested", "int8"])
+def test_exported_with_a_base_that_is_quantised_in_its_files(kind, folder, tmp_path):
+    """Each weight is dequantised as it is merged: the result is peft's over the dequantised base."""
+    base = packed(folder, kind, tmp_path)
+    adapted(AutoModelForCausalLM.from_pretrained(base)).save_pretrained(tmp_path / "adapters")
+    said = export_checkpoint(tmp_path / "adapters", tmp_path / "merged", "hf", merge=True)
+    assert said.endswith("in bf16, whose quantised weights were dequantised")
+    full = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).dequantize()
+    want = PeftModel.from_pretrained(full, tmp_path / "adapters").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == torch.bfloat16
+    assert getattr(merged.config, "quantization_config", None) is None
+    assert_same(dict(want.state_dict()), dict(merged.state_dict()))
+
+
 @pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
 def test_another_base_is_not_merged_into(kind, folder, tmp_path):
     """One layer of the base was changed since."""

@@ -287,17 +287,19 @@ def _say_end(run: _Run, job: Job, trainer: Any, skipped: int) -> None:
     facts = {"steps": steps, **run.report.summary(), **run.preemption.saves.summary(), "model": str(model)}
     _say_items(run.terminal, "Done", facts)
     if job.settings.lora is None or job.source.weights is not None:  # adapters need the model below them
-        _say(run.terminal, "Try it", _line_to_try(model, is_chat=run.data.training.is_conversational))
+        _say(run.terminal, "Try it", _line_to_try(model, job, is_chat=run.data.training.is_conversational))
         if job.settings.lora is not None:
             folders = (shlex.quote(str(path)) for path in (run.output.path, f"{run.output.path}-merged"))
             _say(run.terminal, "Merge", f"outcore export {' '.join(folders)} --merge")
 
 
-def _line_to_try(model: Path, *, is_chat: bool) -> str:
+def _line_to_try(model: Path, job: Job, *, is_chat: bool) -> str:
     """A line for a shell that asks the model something. It needs no other packages than training does."""
     python = "python" if shutil.which("python") == sys.executable else shlex.quote(sys.executable)
     said = [{"role": "user", "content": "Hello"}] if is_chat else "Hello"
-    asked = f'pipeline("text-generation", {json.dumps(str(model))})({json.dumps(said)}, max_new_tokens=50)'
+    given = json.dumps(str(model))
+    given += f", tokenizer={given}" if job.settings.lora is not None else ""  # else that of the base, if it has one
+    asked = f'pipeline("text-generation", {given})({json.dumps(said)}, max_new_tokens=50)'
     code = f'from transformers import pipeline; print({asked}[0]["generated_text"])'
     return f"{python} -c {shlex.quote(code)}"
 
