@@ -304,6 +304,7 @@ def save_pretrained(model: nn.Module, directory: str | Path) -> None:
         ConfigError: The model is not prepared, or the directory is a file.
         UnsupportedError: A module has its own way of saving.
         DiskError: The directory cannot be written.
+        OutcoreError: The weights are there, but not all of the small files beside them. The error names these.
 
     Memory: host, one tensor at a time.
     """

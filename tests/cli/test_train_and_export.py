@@ -130,9 +130,9 @@ def test_what_a_run_wrote_is_exported(train: Run, command: Run, tmp_path: Path):
     assert same(exported(run, "of the run"), last)
     assert same(exported(run / "model", "of the model"), last)
     assert same(exported(run / "checkpoint-1", "of step 1"), first)
-    newer = (run / "checkpoint-2" / "trainer_state.json").stat().st_mtime - 100
-    os.utime(run / "model", (newer, newer))  # as if the run had gone on since
+    before = (run / "checkpoint-2" / "trainer_state.json").stat().st_mtime - 100
     (run / "model" / "model.safetensors").write_bytes(b"old")
+    os.utime(run / "model" / "model.safetensors", (before, before))  # as if the run had gone on since
     assert same(exported(run, "of the newest"), last)
     nothing = command("export", run / "model", tmp_path / "none", "--merge")
     assert (nothing.status, (tmp_path / "none").exists()) == (2, False)

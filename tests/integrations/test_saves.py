@@ -18,8 +18,9 @@ from outcore.integrations.transformers import OutcoreMixin
 from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, read_manifest
 from outcore.runtime.saves import EditedError, Save
+from outcore.saving.weights.small_files import SmallFilesError
 
-from .rig import WARNINGS, Plain, exactly, language, sft, streamed
+from .rig import WARNINGS, Plain, exactly, language, llama, sft, streamed
 from .test_checkpoints import sft_lora
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
@@ -256,3 +257,37 @@ def test_who_ends_a_run_at_once_waits_for_no_save(end, tmp_path, monkeypatch):
     assert [step for step, _ in heard.saved] == ([1] if is_given_up else [1, 2])
     left = sorted(path.name for path in (tmp_path / "run").glob("*checkpoint*"))
     assert left == [f"checkpoint-{step}" for step in ([1] if is_given_up else [1, 2])]
+
+
+def unsavable() -> Any:
+    """A model whose generation settings can be read and not be saved."""
+    model = llama()
+    model.generation_config.update(do_sample=False, temperature=0.9)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*generation flags are not valid")
+@pytest.mark.parametrize("job", [sft, language])
+def test_a_model_that_cannot_be_saved_is_not_trained(job, tmp_path):
+    with streamed(tmp_path) as side:
+        trainer = job(side, tmp_path / "run", model=unsavable(), save_strategy="steps", save_steps=2)
+        with pytest.raises(outcore.ConfigError, match="generation_config.json: .* correct it in the model before"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+        trainer.model.generation_config.update(do_sample=True)
+        trainer.train()
+        assert (tmp_path / "run" / "checkpoint-4" / "generation_config.json").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:.*generation flags are not valid")
+def test_weights_come_first_where_small_files_cannot_be_saved(tmp_path):
+    """Nothing is to be saved, so it is trained with a warning; a save that the user asks for writes what it can."""
+    with streamed(tmp_path) as side:
+        trainer = sft(side, tmp_path / "run", model=unsavable())
+        with pytest.warns(UserWarning, match="cannot be saved as a whole: generation_config.json"):
+            trainer.train()
+        with pytest.raises(SmallFilesError, match="the weights are there and whole, .*: generation_config.json: "):
+            trainer.save_model(str(tmp_path / "saved"))
+        saved = load_file(tmp_path / "saved" / "model.safetensors")
+        exactly(saved, {name: dict(outcore.named_tensors(trainer.model))[name] for name in saved})
+    assert {"config.json", "tokenizer.json", "training_args.bin"} <= {p.name for p in (tmp_path / "saved").iterdir()}

@@ -109,6 +109,18 @@ def test_a_mistake_is_said_once(changed, said, files, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_a_model_that_cannot_be_saved_is_said_once(more, files, tmp_path):
+    """Rank 0 finds it out, and the others hear of it before any step."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.9}))
+    ended = train(2, tmp_path / "out", ["--model", str(tmp_path / "config.json"), *files[2:]], "--steps", "4", *more)
+    assert [status for status, *_ in ended] == [2, 2], ended
+    assert ended[0][2].count("outcore: generation_config.json: expected what can be saved") == 1
+    assert ended[1][2] == ""
+    assert not (tmp_path / "out").exists()
+
+
 METHODS = {
     "8 bits": ("train", ["--set", "optim=adamw_8bit", "--set", "master_format=compact", "--precision", "bf16"]),
     "whole": ("train", ["--optim", "muon"]),

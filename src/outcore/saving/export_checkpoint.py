@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -75,14 +75,18 @@ def export_checkpoint(source: Path, directory: Path, form: Format, *, merge: boo
 def _found(source: Path) -> Iterator[tuple[Path, Manifest | None]]:
     """Give the folder to export. Its manifest is None if it holds a model as the libraries save it."""
     model = next((folder for folder in (source, source / _MODEL) if _has_model(folder)), None)
-    newest = next((path for _, path in found_in(source)), None) if model is not None else None
-    state = None if newest is None else newest / TRAINER_STATE
-    is_older = state is not None and state.is_file() and state.stat().st_mtime > source.joinpath(_MODEL).stat().st_mtime
-    if model is not None and not is_older and not (source / MANIFEST_NAME).is_file():
+    states = [path / TRAINER_STATE for _, path in found_in(source)[:1]]
+    is_last = model is not None and _age(states) <= _age(model.glob("*.safetensors"))
+    if model is not None and is_last and not (source / MANIFEST_NAME).is_file():
         yield model, None
         return
     with found(source, of_trainers=True) as (path, manifest):
         yield path, None if TRAINER_STATE in manifest.files else manifest
+
+
+def _age(paths: Iterable[Path]) -> float:
+    """When the last of some files was written; 0 if none is there."""
+    return max((path.stat().st_mtime for path in paths if path.is_file()), default=0.0)
 
 
 def _has_model(folder: Path) -> bool:

@@ -36,6 +36,7 @@ def follow_train(settings: Settings, crew: Crew) -> None:
     if settings.dry_run:  # rank 0 has its data in a folder of its own, maybe on another machine, and only for a while
         with tempfile.TemporaryDirectory() as cache:
             job.trainer(job.load_data(Path(cache)), ()).end()
+        crew.hear()  # rank 0 has found that the model could be saved
         return
     data = crew.hear()
     with preemption_of(job, settings.out) as preemption:

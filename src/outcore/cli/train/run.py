@@ -94,6 +94,7 @@ def run_train(settings: Settings, crew: Crew = ALONE) -> None:
         crew.tell(job.plans)
         if settings.dry_run:
             _dry_run(terminal, job, output, record)
+            crew.tell(None)
             return
         with output.opened() as cache:
             data = job.load_data(cache)

@@ -54,7 +54,7 @@ def rehearse_small_files(writers: Writers, model_folder: str) -> None:
 
     Args:
         writers: What writes the files.
-        model_folder: Where the model came from, for the error; empty if that is not known.
+        model_folder: Folder or configuration that the model came from, for the error; empty if that is not known.
 
     Raises:
         ConfigError: A file cannot be written.
@@ -62,8 +62,9 @@ def rehearse_small_files(writers: Writers, model_folder: str) -> None:
     with tempfile.TemporaryDirectory(prefix="outcore-") as scratch:
         failed = _tried(Path(scratch), writers)
     for name, error in failed.items():
-        is_there = bool(model_folder) and (Path(model_folder) / name).is_file()
-        where = f"correct or remove it in '{model_folder}'" if is_there else "correct it in the model before training"
+        folder = Path(model_folder).parent if Path(model_folder).is_file() else Path(model_folder)
+        is_there = bool(model_folder) and (folder / name).is_file()
+        where = f"correct or remove it in '{folder}'" if is_there else "correct it in the model before training"
         raise ConfigError(
             f"{name}: expected what can be saved beside the trained weights, but its library reads it and refuses to "
             f"save it: {_said(error)}; {where}"
