@@ -326,7 +326,7 @@ def export(
         from outcore.saving.export_checkpoint import export_checkpoint  # its libraries print while they are imported
 
         said = export_checkpoint(checkpoint, directory, "dcp" if form == "dcp" else "hf", merge=merge)
-    print(f"wrote {directory}: {said}")
+    print(f"wrote {directory}: {said}" if said else f"wrote {directory}")
 
 
 def _show_checkpoints(directory: Path, *, check: bool) -> None:
