@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -19,7 +21,7 @@ from transformers import (
 
 import outcore
 
-from .rig import DEVICE, IS_SIMULATED, KINDS, adamw, agrees, make, prepared, same
+from .rig import DEVICE, IS_SIMULATED, KINDS, adamw, agrees, assert_same, make, plan_for, prepared, same, seen
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 ENDS = pytest.mark.parametrize("kind", ["device", "disk"])
@@ -46,6 +48,14 @@ def mixtral():
         "pad_token_id": 0,
     }
     return MixtralForCausalLM(MixtralConfig(hidden_size=20, intermediate_size=24, num_hidden_layers=3, **SIZES, **more))
+
+
+def ernie():
+    """Return a mixture of experts whose routers Transformers keeps in fp32."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "moe_layer_end_index": 2}
+    return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**heads, **experts, **sizes, **SIZES))
 
 
 def ids(seed=0):
@@ -194,3 +204,18 @@ def test_adapters_added_later_are_refused(kind, tmp_path):
 def test_gradient_checkpointing_enabled_later(model, optimizer):
     model.gradient_checkpointing_enable()
     return [step(model, optimizer), step(model, optimizer)]
+
+
+@KIND
+def test_routers_stay_in_fp32_as_if_the_model_were_loaded_in_bf16(kind, tmp_path):
+    """An fp32 model, prepared in ``pure_bf16``, trains as what ``from_pretrained`` loads in bf16."""
+    make(ernie).cpu().save_pretrained(tmp_path / "saved")
+    plain = Ernie4_5_MoeForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16).to(DEVICE).train()
+    assert {p.dtype for p in plain.parameters()} == {torch.bfloat16, torch.float32}
+    optimizer = adamw(plain, fused=True)
+    want = seen([step(plain, optimizer, i) for i in range(2)], plain, optimizer)
+    model = make(ernie)
+    optimizer, options = adamw(model), {"precision": "pure_bf16"}
+    options |= {"plan": plan_for(model, optimizer, kind, **options), "budget": outcore.Budget(disk=tmp_path)}
+    with outcore.prepare(model, optimizer, device=DEVICE, **options) as (model, optimizer):
+        assert_same(want, seen([step(model, optimizer, i) for i in range(2)], model, optimizer))

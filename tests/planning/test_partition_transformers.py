@@ -101,6 +101,31 @@ def test_a_frozen_tower_beside_a_language_model():
     ]
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype", "kept"),
+    [("fp16", "float16", ("wo.weight",)), ("bf16", "bfloat16", ()), ("fp32", "float32", ())],
+)
+def test_what_transformers_keeps_in_fp32_in_this_dtype_stays_so(precision, dtype, kept):
+    model = torch.nn.ModuleDict({"inner": build("t5")})  # inside a module that no library knows
+    found = {p.name: p.dtype for unit in partition(model, precision=precision).spec.units for p in unit.params}
+    assert found == {name: "float32" if name.endswith(kept or "none") else dtype for name in found}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+def test_what_adapters_wrap_stays_in_fp32_too():
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    model._keep_in_fp32_modules_strict = {"q_proj.weight", "up_*.weight"}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    found = {p.name: p.dtype for unit in partition(adapted, precision="bf16").spec.units for p in unit.params}
+    kept = [name for name, dtype in found.items() if dtype == "float32"]
+    assert {name.split(".layers.")[1].split(".", 2)[2] for name in kept} == {
+        "q_proj.base_layer.weight",
+        "up_proj.weight",
+    }
+    assert len(kept) == 6
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 class TestLora:
     @staticmethod

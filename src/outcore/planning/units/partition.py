@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 from outcore.planning.units.blocks import find_units, output_embeddings, select_units
+from outcore.planning.units.kept import kept_in_fp32
 from outcore.planning.units.quantized import Quantized, full_shape, is_quantized, quantized_weights, refuse_unusable
 from outcore.planning.units.wrapped import bytes_of, is_wrapped, memory_of, tensors_in
 from outcore.spec.model import (
@@ -98,10 +99,14 @@ def partition(
         wanted != "fp32" and any(_is_in(p, wanted) for p in model.parameters() if not is_quantized(p))
     )
     dtype = None if is_so else _COMPUTE_DTYPE[wanted]
+    kept = {id(tensor) for tensor in kept_in_fp32(model, dtype)}
     specs, params = [], []
     for name, (own, buffer_bytes) in zip(names, owned, strict=True):
         own.sort(key=lambda item: not item[1].requires_grad)
-        described = tuple(_describe(n, p, wanted, dtype, full.get(id(p)), keeps) for n, p in own)
+        dtypes = ("float32" if id(p) in kept else dtype for _, p in own)
+        described = tuple(
+            _describe(n, p, wanted, to, full.get(id(p)), keeps) for (n, p), to in zip(own, dtypes, strict=True)
+        )
         specs.append(UnitSpec(name=name, params=described, buffer_bytes=buffer_bytes, is_cut=micro_batches_in_unit > 1))
         params.append(tuple(p for _, p in own))
     if keeps is not None:

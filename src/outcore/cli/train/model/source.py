@@ -37,6 +37,7 @@ from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
 from outcore.cli.train.model.quantization import Quantization
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
+from outcore.planning.units.kept import kept_in_fp32
 from outcore.saving.weights.quantize import quantized
 from outcore.spec.model import Precision
 
@@ -179,7 +180,8 @@ def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
         ) from error
     if source.attention is not None:
         model = with_attention(source.attention, build)
-    _keep_in_fp32(model)
+    for tensor in kept_in_fp32(model, str(dtype).removeprefix("torch.")):  # as ``from_pretrained`` does
+        tensor.data = tensor.data.float()
     if source.quantization is not None:
         model = quantized(model, source.quantization.config(precision))
     if (source.folder / _GENERATION_CONFIG).exists():
@@ -274,14 +276,6 @@ def _read_template(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template_path: expected text in '{file}', but got: {_one_line(error)}") from error
-
-
-def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Keep in fp32 what a model never wants in bf16, such as biases of its routers, as ``from_pretrained`` does."""
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns):
-            tensor.data = tensor.data.float()
 
 
 def _from_hub(name: str, fetched: Sequence[str]) -> Path:
