@@ -20,6 +20,7 @@ from outcore.runtime.optimizer import StreamedOptimizer
 
 from .rig import (
     ALL_TIERS,
+    TEXTS,
     WARNINGS,
     Plain,
     dpo,
@@ -32,6 +33,7 @@ from .rig import (
     sft,
     streamed,
     tiers,
+    token_dataset,
     weights,
 )
 
@@ -87,6 +89,51 @@ def test_rows_keep_the_order_that_was_drawn(changes, tmp_path):
         resumed = language(side, tmp_path / "resumed", model=llama(seed=8), **SAVES, **changes)
         torch.manual_seed(9)
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / CHECKPOINT))
+        exactly(history(resumed), history(whole))
+        exactly(weights(resumed.model), weights(whole.model))
+
+
+class Passes(torch.utils.data.IterableDataset):
+    """Data whose length nobody knows, in another order in each pass."""
+
+    passes = 0
+
+    def set_epoch(self, epoch):
+        self.passes = epoch
+
+    def __iter__(self):
+        yield from [*token_dataset(TEXTS[self.passes :])][:5]
+
+
+@pytest.mark.parametrize(("accumulation", "step"), [(1, 5), (1, 7), (2, 3)], ids=["end of a pass", "within", "uneven"])
+def test_data_that_is_shorter_than_the_run(accumulation, step, tmp_path):
+    """The plain Trainer takes all steps for one pass, and would go on with the first rows."""
+    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation, "max_steps": 9}
+    changes |= {"save_strategy": "steps", "save_steps": step, "eval_strategy": "no"}
+
+    def build(side, folder, **more):
+        return language(side, tmp_path / folder, parts={"train_dataset": Passes()}, **changes, **more)
+
+    plain = build(Plain(), "plain")
+    plain.train()
+    for origin in ("plain", "outcore"):
+        with streamed(tmp_path) as side:
+            build(side, "outcore").train()
+            resumed = build(side, f"from {origin}", model=llama(seed=8))
+            resumed.train(resume_from_checkpoint=str(tmp_path / origin / f"checkpoint-{step}"))
+            exactly(history(resumed), history(plain))
+            exactly(weights(resumed.model), weights(plain.model))
+
+
+def test_a_save_at_the_end_of_a_pass_over_such_data(tmp_path):
+    """It is not evaluated again, which would draw random numbers."""
+    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 9}
+    changes |= {"save_strategy": "epoch", "eval_strategy": "epoch", "parts": {"train_dataset": Passes()}}
+    with streamed(tmp_path) as side:
+        whole = language(side, tmp_path / "whole", **changes)
+        whole.train()
+        resumed = language(side, tmp_path / "resumed", model=llama(seed=8), **changes)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
         exactly(history(resumed), history(whole))
         exactly(weights(resumed.model), weights(whole.model))
 

@@ -65,6 +65,7 @@ class TrainerSaves:
         """Random generators and buffers that ranks have of their own, for the checkpoint that is being made."""
         self.random_of_epoch: list[dict[str, Any]] = []
         """Random generators as this epoch began, by rank: some samplers draw the order of its rows from them."""
+        self._looked_at, self._is_pass_over = -1, False
         self._trainer, self._on_durable = trainer, on_durable
         self._under_way: _UnderWay | None = None
         self._inner = Path()
@@ -92,7 +93,11 @@ class TrainerSaves:
         world = engine.access.world
         many = world is not None
         self.random = {"ranks": all_random_states(engine)} if many else random_states(engine.device)
-        self.random |= {"epoch": self.random_of_epoch, **({"buffers": odd_buffers(engine)} if many else {})}
+        self.random |= {
+            "epoch": self.random_of_epoch,
+            "is_pass_over": self._is_pass_over,
+            **({"buffers": odd_buffers(engine)} if many else {}),
+        }
         target = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         at = folder.absolute()  # so a later change of the working directory does not move it
         kept = {at / target.name}
@@ -130,8 +135,12 @@ class TrainerSaves:
     def look(self) -> None:
         """Settle the save that is under way if it is done; with several ranks, on all of them in the same step.
 
+        A second look in the same step is that of the end of a pass over the data.
+
         Raises: As ``settle``.
         """
+        step = self._trainer.state.global_step
+        self._is_pass_over, self._looked_at = step == self._looked_at, step
         if self._under_way is None:
             return
         world, is_done = self._trainer.optimizer.engine.access.world, self._under_way.save.done

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerState
-from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
 from outcore.core.errors import ConfigError, OutcoreError
@@ -76,6 +77,30 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
         with self._outcore_saves.settled(), self._outcore_reading:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """Find the pass over the data in which a checkpoint was made, and the micro-batches of that pass before it.
+
+        The Trainer takes all steps of a run for one pass if it does not know where the data ends.
+        """
+        found: tuple[int, int] = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is None or num_train_epochs != sys.maxsize:  # which stands for an unknown length
+            return found
+        saved = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+        per_pass = saved.max_steps * self.args.gradient_accumulation_steps  # as the Trainer counted ``epoch``
+        passes, batches = divmod(round((saved.epoch or 0) * per_pass), per_pass)
+        if _random_states(resume_from_checkpoint).get("is_pass_over"):
+            passes, batches = passes + 1, 0
+        return passes, 0 if self.args.ignore_data_skip else batches
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Begin a resumed epoch with the random numbers with which it began at first, so that rows keep their order.
 
@@ -87,10 +112,9 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
             if given["steps_trained_in_current_epoch"] == 0:
                 self._load_rng_state(checkpoint)  # as the Trainer does first
             elif not self.args.ignore_data_skip:
-                is_there = (Path(checkpoint) / f"{RANDOM_STATE}.json").is_file()
-                saved = read_small(Path(checkpoint), RANDOM_STATE) if is_there else {}
-                if saved.get("epoch"):
-                    restore_random_states_of(saved["epoch"], engine, "resume_from_checkpoint")
+                states = _random_states(checkpoint).get("epoch")
+                if states:
+                    restore_random_states_of(states, engine, "resume_from_checkpoint")
         self._outcore_saves.random_of_epoch = all_random_states(engine)
         super()._run_epoch(*args, **kwargs)
 
@@ -144,8 +168,8 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
             write_small(Path(output_dir), RANDOM_STATE, self._outcore_saves.random)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and Path(checkpoint, f"{RANDOM_STATE}.json").is_file():
-            saved = read_small(Path(checkpoint), RANDOM_STATE)
+        saved = {} if checkpoint is None else _random_states(checkpoint)
+        if saved:
             restore_random_states_of(saved.get("ranks", [saved]), self.optimizer.engine, "resume_from_checkpoint")
             restore_odd_buffers(saved.get("buffers", []), self.optimizer.engine)
         else:
@@ -251,3 +275,9 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
         theirs = super()._load_optimizer_and_scheduler
         if theirs.__module__ != Trainer.__module__:  # it loads more, such as a coefficient of GRPO
             theirs(checkpoint)
+
+
+def _random_states(checkpoint: str) -> Any:
+    """Read what the mixin saved of random numbers; nothing from a checkpoint of the plain Trainer."""
+    is_there = (Path(checkpoint) / f"{RANDOM_STATE}.json").is_file()
+    return read_small(Path(checkpoint), RANDOM_STATE) if is_there else {}
