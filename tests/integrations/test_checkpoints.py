@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import outcore
 from outcore.integrations.transformers import OutcoreMixin
@@ -177,6 +177,27 @@ def test_resuming_bf16_with_masters(tmp_path):
         resumed = build(side, "rest")
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / CHECKPOINT))
         exactly(weights(resumed.model), want)
+
+
+def test_resuming_bf16_without_masters_beside_8_bits(tmp_path):
+    """States are those of bitsandbytes: embeddings and small parameters keep fp32."""
+
+    def model():
+        torch.manual_seed(3)
+        config = LlamaConfig(vocab_size=259, hidden_size=64, intermediate_size=80, num_hidden_layers=2, pad_token_id=0)
+        return LlamaForCausalLM(config).bfloat16()
+
+    def run(folder, *, resume=None, **options):
+        with streamed(tmp_path, precision="pure_bf16", **options) as side:
+            trainer = language(side, tmp_path / folder, model=model(), optim="adamw_bnb_8bit", **SAVES)
+            trainer.train(resume_from_checkpoint=resume)
+            states = trainer.optimizer.state_dict()["state"].values()
+            assert {s["exp_avg"].dtype for s in states} == {torch.float32, torch.uint8}
+            return weights(trainer.model)
+
+    want = run("whole")
+    exactly(run("rest", resume=str(tmp_path / "whole" / CHECKPOINT)), want)
+    exactly(run("one", budget=outcore.Budget()), want)
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])

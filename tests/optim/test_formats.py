@@ -221,7 +221,7 @@ def dynamic_map(*, is_signed):
             "int4",
             "one of fp32, bf16, 8bit in a param group, but got 'int4'",
         ),
-        (torch.optim.AdamW, "bfloat16", "8bit", "AdamW, whose parameters are updated in bfloat16, but got '8bit'"),
+        (torch.optim.AdamW, "float64", "8bit", "AdamW, whose parameters are updated in float64, but got '8bit'"),
         (torch.optim.Adafactor, "float32", "bf16", "Adafactor, which updates whole parameters, but got 'bf16'"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from one_arithmetic import trains_fused
 from torch import nn
 
 from outcore.optim import Lion
+from outcore.optim.formats import Codes, decode, encode
 from outcore.optim.joined import Joined
 
 from . import zoo
@@ -275,6 +277,8 @@ def build_optimizer(
     if ":" in setting.optimizer:  # such as "adamw:8bit"
         name, chosen = setting.optimizer.rsplit(":", 1)
         optimizer = build_optimizer(dataclasses.replace(setting, optimizer=name), named, is_fused=is_fused)
+        if is_fused and chosen != "compact":
+            return Stored(optimizer.param_groups, chosen, {id(p): n for n, p in named.items()})
         for group in optimizer.param_groups:
             group["master_format" if chosen == "compact" else "state_format"] = chosen
         return optimizer
@@ -300,6 +304,51 @@ class Both(Joined):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for member in self.members:
             member.step(closure)
+
+
+class Stored(torch.optim.AdamW):
+    """AdamW in a plain loop over stored states: a whole parameter and its states are decoded into fp32, updated by
+    torch's kernel, and rounded."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], chosen: str, names: Mapping[int, str]) -> None:
+        super().__init__(groups)
+        self.chosen, self.names = chosen, names
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self._step(p, group)
+
+    def _step(self, p: nn.Parameter, group: Mapping[str, Any]) -> None:
+        is_wide = self.chosen == "fp32" or (self.chosen == "8bit" and p.numel() < 4096)
+        numel, states = p.numel(), self.state[p]
+        dtype = {"8bit": torch.uint8, "bf16": torch.bfloat16}.get(self.chosen, torch.float32)
+        shape = {"dtype": torch.float32 if is_wide else dtype, "memory_format": torch.preserve_format}
+        if not states:
+            states["step"] = torch.tensor(0.0)
+            for name in ("exp_avg", "exp_avg_sq"):
+                states[name] = torch.zeros_like(p, **shape)
+                if not is_wide and self.chosen == "8bit":
+                    states[name + "_absmax"] = torch.zeros(-(-numel // 256))
+        master, rooms = nn.Parameter(p.detach().float().clone()), {}
+        master.grad = p.grad.float()
+        flat = {name: tensor.view(-1) for name, tensor in states.items()}
+        codes = Codes({"exp_avg": self.chosen, "exp_avg_sq": self.chosen}, zlib.crc32(self.names[id(p)].encode()))
+        codes = codes._replace(unsigned=frozenset({"exp_avg_sq"}))
+        for name in ("exp_avg", "exp_avg_sq"):
+            rooms[name] = flat[name] if is_wide else torch.empty(-(-numel // 256) * 256)
+            if not is_wide:
+                decode(name, flat, codes, rooms[name])
+        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        inner = torch.optim.AdamW([master], fused=True, **options)
+        inner.state[master] = {"step": states["step"]}
+        inner.state[master] |= {name: room[:numel].view(p.shape) for name, room in rooms.items()}
+        inner.step()
+        p.copy_(master)
+        for name, room in rooms.items():
+            if not is_wide:
+                encode(name, flat, codes, room, 0, int(states["step"]))
 
 
 def _fused_where_it_trains(cls: type, group: dict[str, Any]) -> list[dict[str, Any]]:

@@ -46,3 +46,15 @@ def test_states_in_fewer_bytes_are_the_same_wherever_they_live(optimizer: str, k
     assert_equal(run_checked(at_once, tmp_path / "b"), got)
     stored = {t.dtype for states in got.moments.values() for n, t in states.items() if n in ("exp_avg", "exp_avg_sq")}
     assert stored == ({torch.bfloat16} if "bf16" in optimizer else {torch.uint8, torch.float32})
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "fits"])
+@pytest.mark.parametrize("chosen", ["8bit", "bf16", "fp32"])
+def test_bf16_weights_without_masters_beside_stored_states(chosen: str, kind: str, tmp_path: Path) -> None:
+    """The plain loop steps whole parameters in fp32 and rounds them; gradients are in bf16, also after clipping."""
+    case = KINDS[kind]
+    changes = {"optimizer": f"adamw:{chosen}", "precision": "pure_bf16", "steps": 3}
+    setting = dataclasses.replace(case.setting, **changes)
+    assert_equal(
+        plain_loop("qwen3", setting), run_checked(dataclasses.replace(case, name="qwen3", setting=setting), tmp_path)
+    )

@@ -83,6 +83,14 @@ class Piece:
         return self.target.dtype if self.codes is None else torch.float32
 
     @property
+    def formats(self) -> dict[str, str]:
+        """Storage formats of what an update decodes: states, and ("") a weight in bf16 that is updated in fp32."""
+        if self.codes is None:
+            return {}
+        is_narrow = self.target.dtype != torch.float32 and "master" not in self.codes.formats
+        return {**self.codes.formats, **({"": "nearest"} if is_narrow else {})}
+
+    @property
     def is_fused(self) -> bool:
         """Whether a fused kernel alone updates it."""
         if self.codes is not None or isinstance(self.hyper, RuleHyper):
@@ -183,7 +191,7 @@ def _alike(pieces: Iterable[Piece]) -> dict[_Alike, list[Piece]]:
     alike: dict[_Alike, list[Piece]] = {}
     for piece in pieces:
         first = isinstance(piece.hyper, SgdHyper) and piece.step == 1
-        formats = () if piece.codes is None else tuple(piece.codes.formats.items())
+        formats = tuple(piece.formats.items())
         alike.setdefault((piece.hyper, piece.update_dtype, first, formats), []).append(piece)
     return alike
 
@@ -302,9 +310,9 @@ def _rooms(blocks: Sequence[Piece], lanes: Sequence[Tensor]) -> Iterator[tuple[P
             raise AssertionError("a block whose states are not coded among others")
         stop = start + align_up(block.target.numel(), block.cut_numel)
         if block.is_whole:
-            rooms = {name: lanes[0].new_empty(stop - start) for name in block.codes.formats}
+            rooms = {name: lanes[0].new_empty(stop - start) for name in block.formats}
         else:
-            rooms = {name: lanes[i][start:stop] for i, name in enumerate(block.codes.formats, start=1)}
+            rooms = {name: lanes[i][start:stop] for i, name in enumerate(block.formats, start=1)}
         yield block, block.codes, rooms
         start = stop
 
@@ -318,9 +326,11 @@ def _decoded(
         if name == "master":
             other = torch.empty_like(room) if block.is_whole else spare
             opened[name] = open_masters(block.target, states[name], states[CODES], room, other)
+        elif not name:
+            opened[name] = room[: block.target.numel()].copy_(block.target)
         else:
             opened[name] = decode(name, states, codes, room)
-    target = opened.get("master", block.target)
+    target = opened.get("master", opened.get("", block.target))
     return target, {n: opened.get(n, t) for n, t in states.items() if n != "master" and codes.elements_of(n) == 1}
 
 
@@ -328,6 +338,8 @@ def _encode(block: Piece, codes: Codes, rooms: Mapping[str, Tensor]) -> None:
     for name, room in rooms.items():
         if name == "master":
             close_masters(room, block.target, block.states[name], block.states[CODES])
+        elif not name:
+            block.target.copy_(room[: block.target.numel()])
         else:
             encode(name, block.states, codes, room, block.start, block.step)
 
@@ -395,6 +407,8 @@ def _gradient(piece: Piece, grad: Tensor | None, room: Tensor) -> Tensor:
         return grad
     for factor in factors:
         room.mul_(factor)
+        if room.dtype != piece.target.dtype and piece.formats.get(""):  # p.grad is in bf16
+            room.copy_(room.to(piece.target.dtype))
     return room
 
 

@@ -1,5 +1,10 @@
 """States stored in fewer bytes than their update dtype: decoded into fp32 for one block at a time, and encoded again.
 
+[Note: bf16 weights] With ``pure_bf16`` there are no fp32 masters. If the group names a format, the weight is decoded
+into fp32 like its states, and rounded to the nearest bf16 number after the update, as bitsandbytes and torchao do. The
+gradient is the plain loop's: in bf16, also after clipping. Where a format leaves states in fp32, they are fp32 here,
+too (``WIDE``). A group without a format is updated in bf16 by torch's kernel.
+
 [Note: stochastic rounding] A moment in bf16 mostly moves by less than half a step of bf16, so rounding to nearest would
 leave it where it is. Here it is rounded up with the probability that makes the mean right. The noise is a function of
 the parameter's name, the element and the step. So it does not depend on the plan, and a resumed run draws the same
@@ -28,7 +33,7 @@ from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import align_up
 from outcore.optim.rule import SCALE
 from outcore.spec.layout import CODES, NOISE_BYTES, ROW_NUMEL
-from outcore.spec.model import MasterFormat, ParamSpec, StateForm, StateFormat
+from outcore.spec.model import WIDE, MasterFormat, ParamSpec, StateForm, StateFormat, StoredFormat
 
 FORMATS: tuple[StateFormat, ...] = get_args(StateFormat)
 MASTER_FORMATS: tuple[MasterFormat, ...] = get_args(MasterFormat)
@@ -40,7 +45,7 @@ LEAST_8BIT_NUMEL = 4096
 """Least number of elements for 8 bits; smaller parameters keep states in fp32, as in bitsandbytes."""
 CODING_BYTES = 24 * 2**20
 """Upper bound of the temporary memory of coding on a device: noise, and indices of a block."""
-CODING_COST: Mapping[StateFormat | MasterFormat, float] = {"fp32": 0.0, "bf16": 0.6, "8bit": 3.25, "compact": 1.5}
+CODING_COST: Mapping[StoredFormat, float] = {"fp32": 0.0, "bf16": 0.6, "8bit": 3.25, "compact": 1.5}
 """Time to decode and encode a state on the CPU, as a multiple of AdamW's update (``benchmarks/cpu_update.py``)."""
 _PERIOD = 65521  # period of the noise: a prime, so that rows of a matrix do not get the noise of the row above
 _CACHED_NUMEL = _PERIOD // 8
@@ -76,6 +81,14 @@ def master_format_of(group: Mapping[str, object]) -> MasterFormat:
     return found
 
 
+def is_named(group: Mapping[str, object], dtype: str) -> bool:
+    """Return whether a group's format changes how states are stored. Args: dtype: In which gradients are added up.
+
+    Only bf16 weights need the name ``fp32``: see [Note: bf16 weights].
+    """
+    return format_of(group) != "fp32" or ("state_format" in group and dtype == "bfloat16")
+
+
 def refuse_other_format(param: ParamSpec, group: Mapping[str, object]) -> None:
     """Refuse a group whose format differs from the one for which its parameter has memory.
 
@@ -90,8 +103,14 @@ def refuse_other_format(param: ParamSpec, group: Mapping[str, object]) -> None:
         )
     chosen, states = format_of(group), param.states or ()
     stored = codes_of(states, param.name)
-    has_none = all(coded(form, param.numel, param.update_dtype, chosen) == (form,) for form in states)
-    if not states or (has_none if stored is None else chosen in stored.formats.values()):
+    if stored is not None:
+        is_wide = chosen == "fp32" or (chosen == "8bit" and param.numel < LEAST_8BIT_NUMEL)
+        is_same = (WIDE if is_wide else chosen) in stored.formats.values()
+    elif is_named(group, param.update_dtype):
+        is_same = all(coded(form, param.numel, param.update_dtype, chosen) == (form,) for form in states)
+    else:
+        is_same = True
+    if is_same:
         return
     raise UnsupportedError(
         f"expected the state_format that the param group of '{param.name}' had at outcore.prepare(), when memory was "
@@ -105,12 +124,14 @@ def coded(form: StateForm, numel: int, dtype: str, chosen: StateFormat) -> tuple
     Args:
         form: The state as the update sees it.
         numel: Number of elements of the parameter.
-        dtype: Dtype in which the parameter is updated.
-        chosen: The group's ``state_format``.
+        dtype: Dtype in which the parameter's gradient is added up.
+        chosen: The group's ``state_format``; see ``is_named``.
     """
     is_small = chosen == "8bit" and numel < LEAST_8BIT_NUMEL
-    if chosen == "fp32" or is_small or form.shape is not None or form.dtype != dtype:
+    if form.shape is not None or form.dtype != dtype:
         return (form,)
+    if chosen == "fp32" or is_small:
+        return (replace(form, dtype="float32", format=WIDE) if dtype == "bfloat16" else form,)
     if chosen == "bf16":
         return (replace(form, dtype="bfloat16", format=chosen),)
     scales = StateForm(form.name + SCALE, "float32", (-(-numel // SCALED_NUMEL),), SCALED_NUMEL, form.initial)
@@ -120,7 +141,7 @@ def coded(form: StateForm, numel: int, dtype: str, chosen: StateFormat) -> tuple
 class Codes(NamedTuple):
     """How the states of a piece are stored."""
 
-    formats: Mapping[str, StateFormat | MasterFormat]
+    formats: Mapping[str, StoredFormat]
     """Formats by name of the coded state; a compact master is one of them."""
     seed: int
     """Seed of the noise."""
@@ -158,15 +179,15 @@ def updated_in(param: ParamSpec) -> dict[str, str]:
     """Return the dtypes of a parameter ("") and of its decoded states, as its update sees them."""
     codes = codes_of(param.states or (), param.name)
     forms = [form for form in param.states or () if codes is None or codes.elements_of(form.name) == 1]
-    states = {form.name: form.dtype if form.format == "fp32" else param.update_dtype for form in forms}
-    return {"": param.update_dtype, **states}
+    states = {form.name: form.dtype if form.format == "fp32" else "float32" for form in forms}
+    return {"": param.update_dtype if codes is None else "float32", **states}
 
 
 def decode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor) -> Tensor:
     """Decode a state into fp32, at the beginning of ``room``; return that part of ``room``."""
     stored = states[name]
     values = room[: stored.numel()]
-    if codes.formats[name] == "bf16":
+    if codes.formats[name] != "8bit":
         return values.copy_(stored)
     torch.index_select(_map(name in codes.unsigned, stored.device), 0, stored.int(), out=values)
     numel = align_up(stored.numel(), SCALED_NUMEL)
@@ -187,6 +208,9 @@ def encode(name: str, states: Mapping[str, Tensor], codes: Codes, room: Tensor, 
         step: Number of this step of the parameter.
     """
     stored = states[name]
+    if codes.formats[name] == WIDE:
+        stored.copy_(room[: stored.numel()])
+        return
     if codes.formats[name] == "bf16":
         room[: stored.numel()].nan_to_num_(math.nan, math.inf, -math.inf)  # one NaN for all, which noise cannot change
         bits = room[: stored.numel()].view(torch.int32)

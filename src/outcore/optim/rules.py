@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outcore.core.errors import ConfigError
-from outcore.optim.formats import CODING_BYTES, CODING_COST, coded, format_of, master_format_of
+from outcore.optim.formats import CODING_BYTES, CODING_COST, coded, format_of, is_named, master_format_of
 from outcore.optim.of_torch import RULES, UNSIGNED, TensorNumber, TorchRule
 from outcore.optim.rule import Rule, State, checked_states, name_of, settings_of
 from outcore.spec.layout import SCRATCH_BYTES
@@ -236,7 +236,7 @@ class UpdateRule:
             hyper, chosen = kind.hyper(group), format_of(group)
             cost, flops = _work_of(hyper, shape)
             made, is_whole = _temporaries(hyper, param.numel() * DTYPE_BYTES[dtype])
-            if chosen != "fp32":
+            if is_named(group, dtype) and not (is_whole and chosen == "fp32"):
                 _refuse_format(kind.name, chosen, dtype, is_whole=is_whole)
                 stored = tuple(each for form in forms for each in coded(form, param.numel(), dtype, chosen))
                 made += CODING_BYTES
@@ -252,11 +252,11 @@ class UpdateRule:
 
 
 def _refuse_format(name: str, chosen: StateFormat, dtype: str, *, is_whole: bool) -> None:
-    if is_whole or dtype != "float32":
+    if is_whole or dtype not in ("float32", "bfloat16"):
         why = "which updates whole parameters" if is_whole else f"whose parameters are updated in {dtype}"
         raise ConfigError(
             f"optimizer: expected state_format 'fp32' with {name}, {why}, but got {chosen!r}; leave it out, or choose "
-            f"{'an optimizer that works by element' if is_whole else 'precision bf16 or fp32'}"
+            f"{'an optimizer that works by element' if is_whole else 'precision bf16, fp32 or pure_bf16'}"
         )
 
 

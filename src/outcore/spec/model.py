@@ -39,7 +39,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 
@@ -56,6 +56,9 @@ WITH_MASTERS: tuple[Precision, ...] = ("bf16", "fp16")
 Sharing = Literal["replicate", "copy", "cut", "node"]
 StateFormat = Literal["fp32", "bf16", "8bit"]
 MasterFormat = Literal["fp32", "compact"]
+WIDE: Final = "wide"
+"""Format of fp32 states of a bf16 weight without an fp32 master, which is updated in fp32. Users call it ``fp32``."""
+StoredFormat = StateFormat | MasterFormat | Literal["wide"]
 ALIAS_BYTES = 2**27
 """Number of bytes of which no state's size is a multiple, see [Note: aliases]."""
 
@@ -110,8 +113,8 @@ class StateForm:
     """Number of neighbouring elements of the parameter that share one element of the state."""
     initial: float = 0.0
     """Initial value of every element."""
-    format: StateFormat | MasterFormat = "fp32"
-    """Storage format; fp32: as it is updated, whatever its dtype."""
+    format: StoredFormat = "fp32"
+    """Storage format; fp32: as it is updated, whatever its dtype. Otherwise the update is in fp32."""
     is_unsigned: bool = False
     """True if it is never negative."""
 
@@ -168,7 +171,7 @@ class ParamSpec:
 
     @property
     def is_coded(self) -> bool:
-        """Whether a state is stored in fewer bytes than it is updated in."""
+        """Whether a state is stored in another form than it is updated in, or beside a weight of fewer bytes."""
         return any(form.format != "fp32" for form in self.states or ())
 
     @property
