@@ -104,8 +104,17 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         raise ConfigError("prepare: expected an optimizer beside checkpoint=, but got none; pass one or leave both out")
     refuse_wrapped("prepare", model)
     refuse_prefixes(model)
-    if optimizer is None:
-        return
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    wrapped = next((one for one in members(optimizer) if type(one).__module__.startswith("accelerate.")), None)
+    if wrapped is not None:
+        raise ConfigError(
+            f"prepare: expected an optimizer before Accelerate prepares it, but got its {type(wrapped).__name__}; call "
+            "outcore.prepare first, and give what it returns to accelerator.prepare (docs/moving.md, From Accelerate)"
+        )
     earlier = next((one for one in members(optimizer) if one in _GIVEN), None)
     if earlier is not None:
         raise ConfigError(

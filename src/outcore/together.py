@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -13,9 +14,10 @@ from torch import nn
 
 from outcore.choice import Options, Timed, choose_plan, limits_of, plan_within
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError, UnsupportedError
-from outcore.core.quantities import PAGE_BYTES
+from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.device.device import Device
 from outcore.device.opening import device_of_rank
+from outcore.memory.limits import host_bytes
 from outcore.optim.rules import UpdateRule, said
 from outcore.planning.homes.check import check_plan
 from outcore.planning.timing.ranks import Ranks
@@ -169,6 +171,13 @@ def chosen_alone(cut: Partition, options: Options, device: Device) -> tuple[Mode
 def free_of_node(budget: Budget, device: Device) -> Budget:
     """See ``api.free_budget``."""
     sharers = num_local_ranks()
+    for tier, given, there in (("device", budget.device, device.total_bytes()), ("host", budget.host, host_bytes())):
+        if given is not None and given > there:
+            warnings.warn(
+                f"the {tier} budget of {format_bytes(given)} is more than this machine has ({format_bytes(there)}); a "
+                "plan that takes more is refused when the run begins",
+                stacklevel=2,
+            )
     limits = limits_of(budget, device, num_sharers=sharers)
     nbytes = of_node(limits.by_tier, sharers)
     disk_bytes = None if limits.disk_bytes is None else nbytes["disk"]

@@ -186,7 +186,11 @@ class TestNames:
             ("lora: {learning_rate: 1}\n", ["line 1: lora.learning_rate", "'learning_rate'"]),
             ("lora:\n  r: 8\n  alpha: 4\n", ["line 3: lora.alpha", "'lora.lora_alpha'"]),
             ("outcore:\n  memory: 4\n", ["line 2", "unknown 'outcore.memory'", "memory'?"]),
-            ("xyzzy_q: 4\n", ["unknown 'xyzzy_q'", "trl.SFTConfig", "outcore and lora"]),
+            ("state_format: 8bit\n", ["unknown 'state_format'", "optim says how states are stored", "adamw_8bit"]),
+            (
+                "xyzzy_q: 4\n",
+                ["'xyzzy_q', and no name is like it", "--help", "trl.SFTConfig", "outcore and lora"],
+            ),
             ("training: {lr: 1}\n", ["unknown 'training'", "trl.SFTConfig"]),
             ("lr_scheduler_kwargs.num_cycles: 3\n", ["give lr_scheduler_kwargs as a whole", "{num_cycles: VALUE}"]),
             ("outcore: 5\n", ["line 1: outcore", "expected a section", "got 5", "indent"]),

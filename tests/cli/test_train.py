@@ -439,6 +439,13 @@ class TestDryRun:
         dry, real = command(*shared, "--dry-run"), command(*shared)
         assert dry.out in real.out
 
+    def test_a_budget_of_more_than_there_is_is_said(self, command, config_json, text, tmp_path):
+        shared = ("train", "--model", config_json, "--data", text, *SHORT, "--out", tmp_path / "run", "--dry-run")
+        done = command(*shared, "--device-memory", "5TiB", "--host-memory", "1GiB")
+        assert done.status == 0
+        assert "note: the device budget of 5.00 TiB is more than this machine has" in done.err
+        assert "host budget" not in done.err
+
     def test_it_reads_the_data(self, command, config_json, tmp_path):
         done = command(
             "train", "--model", config_json, "--data", tmp_path / "none.txt", "--out", tmp_path / "run", "--dry-run"

@@ -147,6 +147,9 @@ class TestBuilding:
         assert not any(torch.equal(first[key], other[key]) for key in first if "embed" in key or "wte" in key)
         assert {tensor.dtype for tensor in first.values()} == {torch.float32 if precision == "fp32" else torch.bfloat16}
 
+    def test_the_index_of_a_layer_is_no_number_of_layers(self, tmp_path: Path):
+        assert find_model(str(write_config(tmp_path, vision_feature_layer=-2))).config.vision_feature_layer == -2
+
     def test_building_does_not_change_the_source(self, tmp_path: Path):
         source = find_model(str(write_config(tmp_path, dtype="float16")))
         before = source.config.to_dict()

@@ -40,6 +40,7 @@ ALL_TIERS = {"device", "host", "disk"}
 
 WARNINGS = [
     "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning",
+    "ignore:the model is in bf16 and is updated in bf16:UserWarning",
 ]
 
 _BOOKKEEPING = ("runtime", "_per_second", "_time", "moved_bytes", "exposed_s")

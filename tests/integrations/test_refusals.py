@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from transformers import Trainer, TrainingArguments
@@ -13,13 +17,14 @@ from transformers.utils.quantization_config import QuantizationMethod
 from trl import DPOConfig, SFTConfig, SFTTrainer
 
 import outcore
+from outcore.core.quantities import format_bytes
 from outcore.integrations.optimizers import OPTIMIZERS
 from outcore.integrations.refusals import refuse_accelerator, refuse_unranked
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.optim.joined import members
 from outcore.optim.rules import rule_for
 
-from .rig import WARNINGS, language, llama, saved_model, streamed, token_dataset
+from .rig import EVAL_TEXTS, WARNINGS, language, llama, saved_model, streamed, token_dataset
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in WARNINGS]
 
@@ -122,6 +127,45 @@ def test_what_several_ranks_refuse(name):
         refuse_unranked(args)
     args.world_size = 1
     refuse_unranked(args)
+
+
+def test_what_accelerate_prepared_first():
+    model = llama()
+    _, optimizer = Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(outcore.ConfigError, match="its AcceleratedOptimizer; call outcore.prepare first"):
+        outcore.prepare(model, optimizer, device="cpu")
+
+
+def said_in(job, folder, **options):
+    """Evaluate; return the warnings of the mixin."""
+    with streamed(folder, **options) as side, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        job(side, folder / "streamed").evaluate()
+    return [text for w in found if "masters" in (text := str(w.message)) or "logits" in text]
+
+
+def test_bf16_without_masters_is_said_unless_it_was_asked_for(tmp_path):
+    def job(side, folder):
+        return language(side, folder, model=llama(torch.bfloat16))
+
+    [said] = said_in(job, tmp_path)
+    assert re.search("there are no fp32 masters, .* precision='bf16' adds them", said)
+    for precision in ("bf16", "pure_bf16"):
+        assert said_in(job, tmp_path, precision=precision) == []
+    assert said_in(language, tmp_path) == []
+
+
+def test_logits_that_are_kept_for_metrics_are_said(tmp_path):
+    def job(side, folder, **more):
+        return language(side, folder, parts={"compute_metrics": lambda _: {}, "eval_dataset": rows, **more})
+
+    rows, budget = token_dataset(EVAL_TEXTS * 16), outcore.Budget(device="300KiB", host="1GiB")
+    [said] = said_in(job, tmp_path, budget=budget)
+    size = format_bytes(len(rows) * len(rows[0]["input_ids"]) * 259 * 4)
+    assert re.search(f"{len(rows)} rows .* 259 numbers each, are {size}; pass preprocess_logits_for_metrics", said)
+    small = functools.partial(job, preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1))
+    assert said_in(small, tmp_path, budget=budget) == []
+    assert said_in(job, tmp_path, budget=outcore.Budget(host="1GiB")) == []
 
 
 @pytest.mark.parametrize("name", ["_save", "_load_best_model"])

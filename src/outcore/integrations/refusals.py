@@ -1,20 +1,27 @@
-"""Refuses settings of a Trainer that cannot work with streamed weights, by name, before anything is moved."""
+"""Refuses settings of a Trainer that cannot work with streamed weights, by name, before anything is moved.
+
+Settings that work, but may not be meant, are warned of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed, nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.core.quantities import format_bytes
 from outcore.core.ranks import launched
 from outcore.integrations.optimizers import OPTIMIZERS, optimizer_for
+from outcore.planning.units.blocks import output_embeddings
+from outcore.spec.budget import Budget
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
 _ARGUMENTS = {
     "deepspeed": "drop the DeepSpeed config; budget= says what may be taken on device, host and disk",
@@ -209,4 +216,43 @@ def refuse_model(model: nn.Module, *, has_scaler: bool) -> None:
         raise UnsupportedError(
             f"expected a model in one place, but this {what} was spread over {', '.join(sorted(places))}; load it "
             "without device_map, or with model_init_kwargs={'device_map': None}: outcore places it within budget="
+        )
+
+
+def warn_of_no_masters(precision: str | None, asked: str | None) -> None:
+    """Say once that a bf16 model has no fp32 masters, unless the user asked for that. Args: asked: The user's own."""
+    if precision == "pure_bf16" and asked is None:
+        warnings.warn(
+            "the model is in bf16 and is updated in bf16, as by the plain Trainer: there are no fp32 masters, so "
+            "small updates are lost; precision='bf16' adds them, and precision='pure_bf16' says that none are meant",
+            stacklevel=2,
+        )
+
+
+def warn_of_logits(trainer: Trainer, budget: Budget | None) -> None:
+    """Say what an evaluation keeps for ``compute_metrics`` beside the budget, if it is more than that.
+
+    Args:
+        trainer: Its model and its data for evaluation are known.
+        budget: The user's.
+    """
+    keeps = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
+    given = [] if budget is None else [n for n in (budget.device, budget.host) if n is not None]
+    head = next(output_embeddings(trainer.model), None)
+    if not keeps or trainer.preprocess_logits_for_metrics is not None or not given or head is None:
+        return
+    data = trainer.eval_dataset
+    data = max((d for d in data.values() if isinstance(d, Sized)), key=len) if isinstance(data, Mapping) else data
+    first = data[0] if isinstance(data, Sized) and len(data) else None  # type: ignore[index]
+    ids = first.get("input_ids") if isinstance(first, Mapping) else None
+    if ids is None or data is None:
+        return
+    rows, numel = len(data), len(head.weight)  # type: ignore[arg-type]
+    nbytes = rows * len(ids) * numel * 4
+    if nbytes > min(given):
+        warnings.warn(
+            f"each evaluation keeps all logits for compute_metrics, in addition to the budget: {rows:,} rows of about "
+            f"{len(ids):,} tokens, {numel:,} numbers each, are {format_bytes(nbytes)}; pass "
+            "preprocess_logits_for_metrics=, such as lambda logits, labels: logits.argmax(-1)",
+            stacklevel=2,
         )

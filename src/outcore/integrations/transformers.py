@@ -40,6 +40,8 @@ from outcore.integrations.refusals import (
     refuse_pieces,
     refuse_unranked,
     refuse_unscaled,
+    warn_of_logits,
+    warn_of_no_masters,
 )
 from outcore.integrations.saves import TrainerSaves
 from outcore.integrations.scaling import share_scale, step_with
@@ -216,6 +218,9 @@ class OutcoreMixin(StreamedCheckpoints):
         if isinstance(plan, Plan) and plan.accumulation_steps is not None:  # a promise, which the arguments must keep
             options["accumulation_steps"] = self.args.gradient_accumulation_steps
         precision = self._outcore_precision or _plain_precision(self.model)
+        if self.optimizer is not None:
+            warn_of_no_masters(precision, self._outcore_precision)
+        warn_of_logits(self, options["budget"])
         options |= {"precision": precision, "device": self.args.device, "sample": self._outcore_largest_batch()}
         loop = Loop(
             self.args.gradient_accumulation_steps,

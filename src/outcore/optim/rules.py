@@ -255,7 +255,8 @@ def _refuse_format(name: str, chosen: StateFormat, dtype: str, *, is_whole: bool
     if is_whole or dtype not in ("float32", "bfloat16"):
         why = "which updates whole parameters" if is_whole else f"whose parameters are updated in {dtype}"
         raise ConfigError(
-            f"optimizer: expected state_format 'fp32' with {name}, {why}, but got {chosen!r}; leave it out, or choose "
+            f"optimizer: expected state_format 'fp32' with {name}, {why}, but got {chosen!r}; leave it out "
+            "(as an optim without 8bit in its name does), or choose "
             f"{'an optimizer that works by element' if is_whole else 'precision bf16, fp32 or pure_bf16'}"
         )
 

@@ -166,6 +166,8 @@ class ModuleGuard:
             "_replicate_for_data_parallel": RefuseReplicas(),
             "_ddp_params_and_buffers_to_ignore": RefuseReplicas(),
         }
+        if callable(getattr(module, "resize_token_embeddings", None)):
+            refusals["resize_token_embeddings"] = _RefuseResizing(module)
         self._put(module, refusals)
 
     def _guard_state_dict(self, module: nn.Module, owned: dict[str, Parameter]) -> None:
@@ -336,3 +338,30 @@ class _RefuseCopies:
             "outcore.prepare() and its weights are not inside it; copy it before prepare, or use state_dict(), "
             "outcore.named_tensors or outcore.save_pretrained"
         )
+
+
+class _RefuseResizing:
+    """Stands in for ``resize_token_embeddings`` of Transformers, which would put other parameters into the model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,  # noqa: FBT001, FBT002 (Transformers' signature)
+    ) -> nn.Module:
+        """Return the input embeddings if they have this size, and refuse any other."""
+        embeddings: nn.Module = self._module.get_input_embeddings()  # type: ignore[operator]
+        rows = len(embeddings.weight)  # type: ignore[arg-type]
+        wanted = rows if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            wanted += -wanted % pad_to_multiple_of
+        if wanted != rows:
+            raise UnsupportedError(
+                f"resize_token_embeddings: expected the {rows} rows that the model had at outcore.prepare(), but "
+                f"{wanted} are asked for; resize embeddings before prepare, and build the optimizer after it; "
+                "outcore.close(model) ends a preparation"
+            )
+        return embeddings

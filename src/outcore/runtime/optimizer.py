@@ -278,7 +278,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"optimizer.load_state_dict: expected groups of state_format "
                 f"{[format_of(group) for group in self.param_groups]}, but got {formats}; states of another format "
-                "are not converted: set state_format before prepare as in the run that saved them"
+                "are not converted: set state_format (or a Trainer's optim) as in the run that saved them"
             )
         keys = [key for group in groups for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]

@@ -43,7 +43,7 @@ from outcore.spec.model import Precision
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-_COUNTS = re.compile("(layers?|blocks|experts)$")
+_COUNTS = re.compile("(^n_layer|layers|blocks|experts)$")  # vision_feature_layer is an index
 _MOST = 10_000  # modules of a kind: more would take minutes and gigabytes to build, before anything is planned
 _UNUSED_POSITIONS = 2  # a table of OPT has two rows that no position uses
 _CONFIG_BYTES = 2**24  # a longer file is something else

@@ -169,6 +169,8 @@ class Schema:
         head, dot, tail = key.partition(".")
         if dot and head in self.kinds:
             return f"{got}; give {head} as a whole: {head}={{{tail}: VALUE}}"
+        if key.rpartition(".")[2] == "state_format":
+            return f"{got}; optim says how states are stored: names with 8bit, such as adamw_8bit, store 8 bits"
         # A right name that belongs to another section is suggested first.
         known = [name for name in (*self._names, *self.kinds) if name not in INSTEAD]
         leaf = key.rpartition(".")[2].lower()
@@ -178,8 +180,8 @@ class Schema:
         if near:
             return f"{got}; did you mean '{near[0]}'?"
         return (
-            f"{got}; there are those of trl.{self._config_name}, the options of this command, "
-            "and the sections outcore and lora"
+            f"{got}, and no name is like it; the options of this command are settings (--help lists them), and so are "
+            f"the fields of trl.{self._config_name} and those of the sections outcore and lora"
         )
 
     def _value(self, key: str, given: Given) -> Any:
