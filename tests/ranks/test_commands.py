@@ -284,6 +284,20 @@ def test_ranks_are_told_of_any_size():
     assert [hearer.hear() for _ in values] == values
 
 
+def test_rank_0_ends_when_all_have_heard():
+    """The store that they share may end with its process."""
+    store = Store()
+    teller, hearer = Crew(0, 2, store), Crew(1, 2, store)
+    teller.tell("all is done")
+    ending = threading.Thread(target=teller.end)
+    ending.start()
+    ending.join(0.3)
+    assert ending.is_alive()
+    assert hearer.hear() == "all is done"
+    ending.join(30)
+    assert not ending.is_alive()
+
+
 def test_who_waits_until_rank_0_has_said_it():
     """A rank waits for rank 0's report, unless its own error decides its status."""
     lost = LaneError("a lane failed")

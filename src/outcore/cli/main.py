@@ -230,7 +230,7 @@ def _run(method: Method, given: Mapping[str, Any]) -> None:
 
             settings = resolve(given.get("config"), flags, given.get("assignments", []), method)
             run_train(settings, crew) if crew.is_first else follow_train(settings, crew)
-        crew.leave()
+        crew.end()
     except (KeyboardInterrupt, SystemExit) as stop:
         if crew.is_first:
             _say("stopped", stop)

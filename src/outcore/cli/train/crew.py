@@ -90,6 +90,13 @@ class Crew:
             if self.is_first:
                 self._wait(keys, _PATIENCE_S)
 
+    def end(self) -> None:
+        """End a run that went well. Rank 0 stays until all have heard what it told: its process may hold the store."""
+        if self.is_first and self._num_told:
+            with suppress(RuntimeError):
+                self._wait([f"{_HEARD}{rank}/{self._num_told}" for rank in range(1, self.size)], _PATIENCE_S)
+        self.leave()
+
     def leave(self) -> None:
         """End this rank's part in the run."""
         if self.size > 1:
@@ -122,6 +129,7 @@ class Crew:
             ) from error
         pieces = [self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key)))]
         value = pickle.loads(b"".join(pieces))
+        self._store.set(f"{_HEARD}{self.rank}/{self._num_told}", "")
         if isinstance(value, _Failed):
             self._note_heard()
             raise SaidElsewhereError(value.status)
