@@ -247,12 +247,14 @@ def gathered(
 
     Args:
         target: A prepared model, a module inside one, or parameters. The units they belong to are gathered whole.
-        write: Write changes back home at the end, to master weights too; else changes are lost.
+        write: Write changes back home at the end; else changes are lost. Master weights follow before the next step,
+            save or read of a master, where the weight then differs from its rounded master. So changes that cancel
+            until then, as in sharpness-aware training, round no master.
 
     Raises:
         ConfigError: The target is not part of a prepared model.
 
-    Memory: device, the gathered weights, outside of the budget.
+    Memory: device, the gathered weights; host, of changed weights with compact masters, a copy; both beside the budget.
     """
     if isinstance(target, nn.Module):
         params = list(target.parameters())

@@ -63,15 +63,20 @@ def see(folder: Path, homes: str, partition: str, gather: str, masters: str) -> 
         distributed.barrier()
         saved = load_file(trained / "model.safetensors")
         assert all(torch.equal(value, state[name]) for name, value in saved.items())
-        with outcore.gathered(model[1], write=True):
+        master = optimizer.state[model[0][0].weight]["master"].clone()
+        with outcore.gathered(model, write=True):
             assert torch.equal(model[1][0].weight, state["1.0.weight"])
             with torch.no_grad():
                 model[1][0].weight.mul_(2.0)
+                model[0][0].weight.mul_(2.0)
         plain[1][0].weight.data.mul_(2.0)
+        plain[0][0].weight.data.mul_(2.0)
         assert torch.equal(results(model, x), results(plain, x))
         model.load_state_dict(state)
         plain.load_state_dict(state)
         assert torch.equal(results(model, x), results(plain, x))
+        assert not torch.equal(master, state["0.0.weight"].float())
+        assert torch.equal(optimizer.state[model[0][0].weight]["master"].clone(), master)  # the edit is undone
         states, written = optimizer.state[model[0][0].weight], state["0.0.weight"].float() + 2.0**-9
         assert torch.equal(states["master"].bfloat16(), state["0.0.weight"])
         states["master"] = written

@@ -132,7 +132,7 @@ class Engine:
     def _streamed_updates(self) -> StreamedUpdates:
         opened, order = self.opened, self.opened.order.updates
         numbers = Numbers(self.access)
-        early = EarlyUpdates(order, self.device, opened.workers, self.settings.now, numbers)
+        early = EarlyUpdates(order, self.access, opened.workers, self.settings.now, numbers)
         self.gradients.on_last = early.attempt
         self._recovery.parts += [early.reset, opened.order.activations.reset, opened.order.pools.reclaim]
         return StreamedUpdates(self.units, self.gradients, self.weights, order, early, self.access, opened.workers)
@@ -237,6 +237,7 @@ class Engine:
         self.opened.order.activations.let_go()
         self.opened.order.pools.let_go()
         self._stepper.forget()
+        self.access.forget()
 
 
 class _Absence:

@@ -16,7 +16,7 @@ from outcore.runtime.gradients.on_demand import DistantTensor
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import shown_states
-from outcore.runtime.values.edits import take_edits
+from outcore.runtime.values.edits import let_masters_follow
 
 
 class StateTensor(DistantTensor):
@@ -96,7 +96,8 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         unit, index = self._expect(param)
         if name == "step":
             return torch.tensor(float(unit.steps[index]), device="cpu")
-        take_edits(unit, self._engine.access)  # the master follows them
+        if name == "master":
+            let_masters_follow(unit, self._engine.access)
         return self._engine.access.read_state(unit, name, index)
 
     def write(self, param: torch.Tensor, name: str, value: Any) -> None:

@@ -31,7 +31,7 @@ from outcore.runtime.module_guard import engine_of
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.runtime.saves import Save
 from outcore.runtime.unit.unit import Beneath
-from outcore.runtime.values.edits import take_edits
+from outcore.runtime.values.edits import let_masters_follow, take_edits
 from outcore.saving.beside import begun
 from outcore.saving.found import found, found_in, prune
 from outcore.saving.shared import (
@@ -116,7 +116,7 @@ def _begin_save(
         described = zip(_group_names(optimizer), saved_settings(optimizer), strict=True)
         groups = [{"params": names, **settings} for names, settings in described]
         for unit in engine.units:
-            take_edits(unit, engine.access)
+            let_masters_follow(unit, engine.access)
         target = directory / f"step-{step:08d}"
         _refuse_to_replace(target)
         later = [path.name for number, path in found_in(directory) if number > step]

@@ -30,7 +30,7 @@ from outcore.runtime.saves import Read, Save, Source, append_bytes
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import flat, shaped, torch_dtype
 from outcore.runtime.values.access import shown_states
-from outcore.runtime.values.edits import take_edits
+from outcore.runtime.values.edits import let_masters_follow
 from outcore.saving.beside import refuse_full
 from outcore.saving.training_state import STATES, described_states, plain_settings, trained_params
 from outcore.saving.unit_files import Section, is_state, records, sections, state_sections, write_units
@@ -100,7 +100,7 @@ class LibraryFiles:
         self.described: dict[str, Any] = {}
         """Fields for the manifest, if states are in files of units."""
         for unit in engine.units:
-            take_edits(unit, engine.access)
+            let_masters_follow(unit, engine.access)
 
     def weights(self, small: Path) -> None:
         """Have the files of ``save_pretrained`` written. Adapters that peft converts are read and written at once.

@@ -28,7 +28,7 @@ from outcore.runtime.optimizer import StreamedOptimizer, class_names
 from outcore.runtime.unit.unit import Unit
 from outcore.runtime.unit.views import torch_dtype
 from outcore.runtime.values.access import shown_states
-from outcore.runtime.values.edits import take_edits
+from outcore.runtime.values.edits import let_masters_follow, take_edits
 from outcore.saving.found import refuse_other_tensors
 from outcore.saving.shared import restore_buffer
 from outcore.saving.unit_files import as_shown, is_state, load_states_of
@@ -278,7 +278,7 @@ def _specs(name: str, unit: Unit, index: int) -> list[TensorSpec]:
 
 def _values(engine: Engine, trained: Mapping[str, tuple[Unit, int]]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, (unit, i) in trained.items():
-        take_edits(unit, engine.access)
+        let_masters_follow(unit, engine.access)
         for state, _, _ in _specs(name, unit, i):
             yield state, engine.access.read_state(unit, state.removeprefix(f"{name}."), i)
 

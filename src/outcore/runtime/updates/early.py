@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from outcore.core.errors import OutcoreError
-from outcore.device.device import Device
 from outcore.device.lanes import SKIPPED, Handle
 from outcore.memory.arena import Buffer
 from outcore.optim.rules import Hyper
@@ -36,6 +35,7 @@ from outcore.runtime.unit.unit import Unit
 from outcore.runtime.updates.numbers import Numbers
 from outcore.runtime.updates.of_unit import Change, Copies, copy_all, pieces_of, run_on
 from outcore.runtime.updates.workers import UpdateWorkers
+from outcore.runtime.values.access import Access
 
 Hypers = Callable[[], Mapping[int, Hyper]]
 """Function that returns the current settings of the param groups, by parameter id."""
@@ -105,14 +105,14 @@ class EarlyUpdates:
     def __init__(
         self,
         order: UpdateOrder[Handle],
-        device: Device,
+        access: Access,
         workers: UpdateWorkers | None,
         hypers: Hypers,
         numbers: Numbers,
     ) -> None:
         """Args: hypers: Called during backward."""
         self.numbers = numbers
-        self._order, self._device = order, device
+        self._order, self._access, self._device = order, access, access.device
         self._workers, self._hypers = workers, hypers
         self._attempts: dict[str, _Attempt] = {}
         self._of_step: Attempts | None = None
@@ -124,6 +124,8 @@ class EarlyUpdates:
         """Start the update of a unit whose last promised gradient is on its way home."""
         unit = gradients.unit
         self._drop(unit)
+        if self._access.is_edited(unit):  # step() must first let the masters follow
+            return
         try:
             handles, hypers = gradients.held_handles(), self._hypers()
         except OutcoreError:  # step() will raise it

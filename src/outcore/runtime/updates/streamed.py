@@ -19,7 +19,7 @@ from outcore.runtime.updates.early import EarlyUpdates
 from outcore.runtime.updates.of_unit import Change, Factors, UnitUpdate
 from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.runtime.values.access import Access
-from outcore.runtime.values.edits import take_edits
+from outcore.runtime.values.edits import let_masters_follow
 from outcore.runtime.weights import Weights
 
 
@@ -74,7 +74,7 @@ class StreamedUpdates:
         if any(len(held[u.name]) < u.num_trainable for u in self._units):
             on_missing()
         for unit in self._units:
-            take_edits(unit, self._access)
+            let_masters_follow(unit, self._access)
         return held, hypers
 
     def take(self, steps: _Steps) -> None:

@@ -23,7 +23,7 @@ from outcore.order.slots import Pools
 from outcore.ranks.world import World
 from outcore.runtime.unit.tiers import Tiers
 from outcore.runtime.unit.unit import Beneath, Unit
-from outcore.runtime.unit.views import flat, own_slice, shaped, torch_dtype
+from outcore.runtime.unit.views import flat, shaped, torch_dtype
 from outcore.runtime.weights import Weights
 from outcore.spec.layout import CODES, StateSpec
 from outcore.spec.model import DTYPE_BYTES, ParamSpec, Part
@@ -40,6 +40,10 @@ class Access:
         """Args: world: The ranks, if several share the states of a parameter. Reading a state is a collective then."""
         self.device = device
         self._tiers, self._pools, self._weights, self.world = tiers, pools, weights, world
+        self._edited: dict[str, dict[int, torch.Tensor | None]] = {}
+        """Parameters whose masters do not follow their edits yet, by unit. See [Note: edits].
+
+        With each compact master comes the weight before the first of these edits: what this rank has of it (1D)."""
 
     def read_weight(self, unit: Unit, index: int) -> torch.Tensor:
         """The current weight as a fresh tensor in host memory. A collective if it is cut over ranks."""
@@ -87,9 +91,14 @@ class Access:
         stored = self._read(unit.ledger.states, state.parts[index], state.start)
         if name != "master" or not unit.views.is_compact[index]:
             return stored
-        cut = unit.ledger.cut
-        weight = self._read(unit.ledger.weights, cut.own_parts[index], cut.updated[0])
+        before = self._edited.get(unit.name, {}).get(index)
+        weight = self._own_weight(unit, index) if before is None else before
         return masters_of(weight, stored, self._own_state(unit, CODES, index))
+
+    def _own_weight(self, unit: Unit, index: int) -> torch.Tensor:
+        """What this rank updates of a weight (1D)."""
+        cut = unit.ledger.cut
+        return self._read(unit.ledger.weights, cut.own_parts[index], cut.updated[0])
 
     def sample(self, unit: Unit, index: int) -> bytes:
         """Some bytes in the middle of a weight, to tell weights apart."""
@@ -121,6 +130,8 @@ class Access:
     def replace_state(self, unit: Unit, name: str, index: int, pieces: Iterable[torch.Tensor]) -> None:
         """Replace one optimizer state; see ``replace_weight``."""
         unit.states_version += 1
+        if name == "master":
+            self._forget_edit(unit, index)
         state, start = unit.ledger.state_specs[name], 0
         for piece in pieces:
             self._write_own(unit, state, index, start, piece)
@@ -136,25 +147,63 @@ class Access:
 
     @torch.no_grad()
     def write_weight(self, unit: Unit, index: int, value: torch.Tensor) -> None:
-        """Replace a weight and its master.
+        """Replace a weight. Its master follows later; a value of another dtype becomes the master at once.
 
-        A value of another dtype than the weight's becomes the master. Otherwise, elements whose master already rounds
-        to the value keep their master. So nothing is lost by loading a model after its optimizer, or by writing one
-        element.
+        So nothing is lost by loading a model after its optimizer, by writing one element, or by writing a weight and
+        then what it was before. See [Note: edits].
         """
         spec, part = unit.spec.params[index], unit.spec.weight_parts[index]
+        is_rounded, is_trained = value.dtype == torch_dtype(part.dtype), index < unit.num_trainable
+        if is_rounded:
+            self.note_edit(unit, index)
+        elif is_trained and unit.ledger.has_master:
+            self.write_state(unit, "master", index, value)
+            if unit.views.is_compact[index]:  # the weight follows its master
+                return
         weight = flat(spec, value.detach().to(torch_dtype(part.dtype)))
-        if spec.requires_grad and unit.views.is_compact[index]:  # the weight follows its master
-            self.write_master(unit, index, value)
-            return
         self._weights.invalidate(unit)
         unit.weights_version += 1
         with self._written_by_all(unit):
             self._write_weight(unit, part.offset, weight.contiguous().view(torch.uint8))
         if unit.ledger.cut.is_resident:  # a graph that saved the old weights must not be walked any more
             unit.presence.watch.note_change(index)
-        if unit.ledger.has_master and spec.requires_grad:
-            self.write_master(unit, index, value)
+
+    def note_edit(self, unit: Unit, index: int) -> None:
+        """Note that a weight is edited, so that its master follows. See [Note: edits].
+
+        Call it before a weight with a compact master is written.
+        """
+        if unit.ledger.has_master and index < unit.num_trainable:
+            edited = self._edited.setdefault(unit.name, {})
+            if index not in edited:
+                edited[index] = self._own_weight(unit, index) if unit.views.is_compact[index] else None
+
+    def is_edited(self, unit: Unit) -> bool:
+        """Return whether masters of a unit do not follow an edit yet."""
+        return bool(self._edited.get(unit.name))
+
+    @torch.no_grad()
+    def follow_edits(self, unit: Unit) -> None:
+        """Let the unit's masters follow edits. See [Note: edits]."""
+        edited = self._edited.get(unit.name, {})
+        unit.states_version += bool(edited)  # on all ranks alike, whichever has the elements that differ
+        for index in list(edited):
+            master, weight = self._own_state(unit, "master", index), self._own_weight(unit, index)
+            rounded = master.to(weight.dtype)
+            is_edited = rounded != weight
+            if unit.views.is_compact[index]:  # the weight is read as a part of the master: the sign of a 0 counts, too
+                is_edited |= rounded.view(torch.int16) != weight.view(torch.int16)
+            if bool(is_edited.any()):
+                self._write_master(unit, index, torch.where(is_edited, weight.to(master.dtype), master))
+            del edited[index]
+
+    def _forget_edit(self, unit: Unit, index: int) -> None:
+        """Let a master be what is written now, which is later than any edit."""
+        self._edited.get(unit.name, {}).pop(index, None)
+
+    def forget(self) -> None:
+        """Let go of all memory."""
+        self._edited.clear()
 
     def _write_weight(self, unit: Unit, offset: int, piece: torch.Tensor) -> None:
         """Write what this rank has of some bytes (1D uint8). Args: offset: Where they begin in the weights layout."""
@@ -173,22 +222,6 @@ class Access:
             self.world.say(f"have written weights of unit '{unit.label}'")
 
     @torch.no_grad()
-    def write_master(self, unit: Unit, index: int, value: torch.Tensor) -> None:
-        """Let a master follow its weight; see ``write_weight``."""
-        whole = flat(unit.spec.params[index], value.detach())
-        values = own_slice(unit.spec, index, whole)
-        if value.dtype == torch_dtype(unit.spec.params[index].dtype):
-            master, values = self._own_state(unit, "master", index), values.to("cpu")
-            is_edited = master.to(values.dtype) != values
-            if unit.views.is_compact[index]:  # the weight is made from the master, so the sign of a 0 counts, too
-                is_edited |= master.to(values.dtype).view(torch.int16) != values.view(torch.int16)
-            is_alone = self.world is None or not unit.views.is_compact[index]
-            if is_alone and not bool(is_edited.any()):
-                return
-            values = torch.where(is_edited, values.to(master.dtype), master)
-        self._write_state(unit, "master", index, values, whole)
-
-    @torch.no_grad()
     def write_state(self, unit: Unit, name: str, index: int, value: torch.Tensor) -> None:
         """Replace what this rank has of one optimizer state. Args: value: The whole state."""
         form = unit.ledger.state_specs[name].described(unit.spec.params[index], index)
@@ -200,20 +233,29 @@ class Access:
         """Args: values: What this rank has. whole: All values; a compact master's weight follows them on each rank."""
         unit.states_version += 1
         state = unit.ledger.state_specs[name]
-        part, home = state.parts[index], unit.ledger.states
-        if name == "master" and unit.views.is_compact[index]:
-            weight, lower, codes = closed_masters(values.to("cpu", torch.float32))
-            row, cut = unit.ledger.state_specs[CODES], unit.ledger.cut
+        if name != "master":
+            self._write_part(unit, state, index, values)
+            return
+        self._forget_edit(unit, index)
+        if unit.views.is_compact[index]:
             self._weights.invalidate(unit)
             unit.weights_version += 1
             with self._written_by_all(unit):
-                if self.world is not None:
-                    others = closed_masters(whole.to("cpu", torch.float32))[0]
-                    self._write_weight(unit, unit.spec.weight_parts[index].offset, others.view(torch.uint8))
-                self._write(unit.ledger.weights, cut.updated[0] + cut.own_parts[index].offset, weight)
-            self._write(home, row.start + row.parts[index].offset, codes)
-            values = lower
-        self._write(home, state.start + part.offset, values.to(torch_dtype(part.dtype)))
+                weight = closed_masters(whole.to("cpu", torch.float32))[0]
+                self._write_weight(unit, unit.spec.weight_parts[index].offset, weight.view(torch.uint8))
+        self._write_master(unit, index, values)
+
+    def _write_master(self, unit: Unit, index: int, values: torch.Tensor) -> None:
+        """Write what this rank has of a master. If it is compact, the weight must be its rounding."""
+        states = unit.ledger.state_specs
+        if unit.views.is_compact[index]:
+            _, values, codes = closed_masters(values.to("cpu", torch.float32))
+            self._write_part(unit, states[CODES], index, codes)
+        self._write_part(unit, states["master"], index, values)
+
+    def _write_part(self, unit: Unit, state: StateSpec, index: int, values: torch.Tensor) -> None:
+        part = state.parts[index]
+        self._write(unit.ledger.states, state.start + part.offset, values.to(torch_dtype(part.dtype)))
 
     def _read(self, home: Home[Handle], part: Part, start: int = 0) -> torch.Tensor:
         """Read a part of a home (1D). Args: start: Where the layout of the part begins in the home."""

@@ -1,9 +1,13 @@
-"""Edits of weights that live on the device: the next update starts from weights that the user changed in place.
+"""Edits of weights: the next update starts from weights that the user changed.
 
-[Note: edits] A plain loop keeps an edit. Here the update of a unit may start from master weights elsewhere. So before
-each step, the masters of edited weights follow them: elements that equal the rounded master keep their master, and the
-master of any other becomes the weight's value. An edit shows in the version counter or in a changed address. ``p.data``
-has a version counter of its own, so a parameter whose ``data`` was read counts as edited.
+[Note: edits] A plain loop keeps an edit. Here the update of a unit may start from master weights elsewhere. So the
+masters of edited weights follow them, wherever these live: elements that equal the rounded master keep their master,
+and the master of any other becomes the weight's value. They follow before a step, a save of states or a read of a
+master, and not at once: weights that are changed and then changed back must not round their masters. A compact master
+needs the weight to which it was rounded, so that weight is kept in host memory until then.
+
+On the device an edit shows in the version counter or in a changed address. ``p.data`` has a version counter of its
+own, so a parameter whose ``data`` was read counts as edited.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from outcore.spec.model import ParamSpec, row_major
 
 @torch.no_grad()
 def take_edits(unit: Unit, access: Access) -> None:
-    """Take over what a user changed in weights at home on the device.
+    """Take over what a user changed in weights at home on the device. Masters follow later.
 
     Raises:
         UnsupportedError: A frozen parameter was unfrozen, or the shape or dtype of one was changed.
@@ -47,11 +51,16 @@ def take_edits(unit: Unit, access: Access) -> None:
             continue
         watch.is_shared = True
         unit.weights_version += 1
-        if unit.ledger.has_master and i < unit.num_trainable:
-            access.write_master(unit, i, access.read_weight(unit, i))
+        access.note_edit(unit, i)
     if is_moved:
         unit.show()
     watch.note_versions()
+
+
+def let_masters_follow(unit: Unit, access: Access) -> None:
+    """Take over all edits, masters too. See [Note: edits]. Raises: UnsupportedError, as ``take_edits``."""
+    take_edits(unit, access)
+    access.follow_edits(unit)
 
 
 class OwnEdits:
