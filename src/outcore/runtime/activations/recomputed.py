@@ -44,7 +44,7 @@ class Again(SavingBase):
         tensors, self._tensors = self._tensors, ()
         away = self._away
         if self._selection is not None:
-            is_whole = self._selection.end(made, self._kept if away is None else away.put, self._give)
+            is_whole = self._selection.end(made, self._kept if away is None else away.put)
             self._selection = self._selection if is_whole else None
         if away is None:
             return
@@ -75,7 +75,7 @@ class Again(SavingBase):
 
     def again(self, hooks: Any) -> Any:
         """See ``Saving``."""
-        return hooks if self._selection is None else _Both(hooks, self._selection.again())
+        return hooks if self._selection is None else _Both(hooks, self._selection.again(self._give))
 
     def release(self) -> None:
         """See ``Saving``."""

@@ -23,24 +23,17 @@ class Selection:
         """Each operation and its result; None: it is run again. Tensors of results are packed when forward is over."""
         self._changed: set[int] = set()
         """Addresses of memory that the block has written in place. Versions do not tell all: ``data`` has its own."""
-        self._unpack: Callable[[Any], torch.Tensor] = _never
 
     def forward(self) -> TorchDispatchMode:
         """Return the mode to run the block under."""
         return _Selecting(self.calls, self._changed)
 
-    def end(
-        self,
-        made: Sequence[torch.Tensor],
-        pack: Callable[[torch.Tensor], Any],
-        unpack: Callable[[Any], torch.Tensor],
-    ) -> bool:
+    def end(self, made: Sequence[torch.Tensor], pack: Callable[[torch.Tensor], Any]) -> bool:
         """End forward. What shares memory with the block's results is left out: these may be changed outside.
 
         Args:
             made: Results of the block.
             pack: Stores a tensor.
-            unpack: Gives it back in backward.
 
         Returns:
             False if the block has changed in place what was to be saved; then nothing is saved.
@@ -55,12 +48,12 @@ class Selection:
             is_out = any(storage_of(leaf.tensor) in outside for leaf in held)
             kept = None if is_out else pytree.tree_map_only(_Made, lambda leaf: _Packed(pack(leaf.tensor)), result)
             packed.append((func, kept))
-        self.calls, self._unpack = packed, unpack
+        self.calls = packed
         return True
 
-    def again(self) -> TorchDispatchMode:
-        """Return the mode to run the block again under."""
-        return _HandingOut(self.calls, self._unpack, self._where)
+    def again(self, unpack: Callable[[Any], torch.Tensor]) -> TorchDispatchMode:
+        """Return the mode to run the block again under. Args: unpack: Gives back what ``pack`` stored."""
+        return _HandingOut(self.calls, unpack, self._where)
 
 
 class _Made:
@@ -132,7 +125,3 @@ class _HandingOut(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         # A tensor of its own each time: it becomes part of a graph.
         return pytree.tree_map_only(_Packed, lambda packed: self._unpack(packed.content).detach(), result)
-
-
-def _never(packed: Any) -> torch.Tensor:
-    raise AssertionError(f"expected that forward is over, but it runs: {packed}")

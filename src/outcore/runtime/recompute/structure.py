@@ -147,7 +147,8 @@ class _Taking:
             return _Cache(own_cache(value))
         if is_cache(value) and self._are_results:
             return None
-        parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+        asked = iter([False])  # first about the value itself. The question must not hold it: pytree leaves a cycle
+        parts, spec = pytree.tree_flatten(value, is_leaf=lambda _: next(asked, True))
         if not (len(parts) == 1 and parts[0] is value):  # its class is registered
             self.is_fixed = False
             return _Container(type(value), [self.apart(part) for part in parts], None, spec)
