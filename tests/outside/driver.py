@@ -15,7 +15,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -176,7 +176,12 @@ class Side:
 
     def after_backward(self) -> None: ...
 
+    def before_step(self) -> None: ...
+
     def after_step(self) -> None: ...
+
+    def editing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def _doubled(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -221,6 +226,13 @@ class Plain(Side):
             p.grad = None
 
     @torch.no_grad()
+    def before_step(self) -> None:
+        for n, p in self.trained.items():
+            master = self.updated[n]
+            if p is not master:
+                master.copy_(torch.where(p != master.to(p.dtype), p.float(), master))
+
+    @torch.no_grad()
     def after_step(self) -> None:
         for n, p in self.trained.items():
             if p is not self.updated[n]:
@@ -233,6 +245,7 @@ class Plain(Side):
                 p.grad = None
 
     def save(self) -> Any:
+        self.before_step()
         copies = {n: p.detach().clone() for n, p in self.updated.items()}
         return self.tensors(), copies, _copied(self.optimizer.state_dict())
 
@@ -244,6 +257,7 @@ class Plain(Side):
         self.optimizer.load_state_dict(_copied(saved[2]))  # torch keeps some of these tensors without a copy
 
     def states(self) -> dict[str, Any]:
+        self.before_step()
         names = {id(p): n for n, p in self.updated.items()}
         found = _states(self.optimizer, names)
         for n, state in found.items():
@@ -352,6 +366,12 @@ class Prepared(Side):
             pieces=self.program["pieces"],
         )[1]
 
+    def finish_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**group, "master_format": "compact"} if self.program["compact"] else group]
+
+    def editing(self) -> contextlib.AbstractContextManager[None]:
+        return outcore.gathered(self.model, write=True)
+
     def gradient_of(self, name: str) -> Any:
         return self.trained[name]
 
@@ -425,6 +445,7 @@ class Loop:
         self.side, self.program = side, side.program
         self.seen: list[tuple[str, Any]] = []
         self.saved: Any = None
+        self.values: dict[str, torch.Tensor] = {}
         scaler = self.program["scaler"]
         self.scaler = (
             None
@@ -443,12 +464,15 @@ class Loop:
         for number, step in enumerate(loop["steps"]):
             self.where = f"step {number}"
             self.look(step["before"])
+            self.edit(step["edits"].get("before", ()))
             for i, micro in enumerate(step["micros"]):
                 self.where = f"step {number}, micro-batch {i}"
                 self.micro(micro)
+                self.edit(step["edits"].get(str(i), ()))
             self.where = f"step {number}"
             self.look(step["between"])
             self.end_step(step)
+            self.edit(step["edits"].get("after", ()))
             self.look(step["after"])
             if step["saves"]:
                 self.saved = side.save()
@@ -487,6 +511,7 @@ class Loop:
                 scaler.update()
                 side.zero(step["by"], step["set_to_none"])
             return
+        side.before_step()
         if scaler is not None and has_gradients:
             scaler.step(side.optimizer)
             scaler.update()
@@ -501,6 +526,40 @@ class Loop:
         self.note("rates", sorted({float(g["lr"]) for g in side.optimizer.param_groups}))
         if step["zeroes"] or scaler is not None:
             side.zero(step["by"], step["set_to_none"])
+
+    # Edits of weights.
+
+    def edit(self, edits: Sequence[str]) -> None:
+        for what in edits:
+            getattr(self, f"edit_{what}")()
+
+    @torch.no_grad()
+    def edit_perturb(self) -> None:
+        with self.side.editing():
+            self.values = {n: p.detach().clone() for n, p in self.side.model.named_parameters()}
+            for p in self.side.model.parameters():
+                p.mul_(1.05)
+
+    @torch.no_grad()
+    def edit_restore(self) -> None:
+        with self.side.editing():
+            for n, p in self.side.model.named_parameters() if self.values else ():
+                p.copy_(self.values[n])
+
+    def edit_cancel(self) -> None:
+        self.edit_perturb()
+        self.edit_restore()
+
+    @torch.no_grad()
+    def edit_some(self) -> None:
+        with self.side.editing():
+            for p in list(self.side.model.parameters())[::2]:
+                p.view(-1)[: p.numel() // 3] = 0.125
+
+    def edit_swap(self) -> None:
+        before = self.side.tensors()
+        self.side.model.load_state_dict({n: t.neg() if t.is_floating_point() else t for n, t in before.items()})
+        self.side.model.load_state_dict(before)
 
     # A micro-batch.
 

@@ -46,8 +46,12 @@ LEGAL = tuple(
 """Homes of weights, gradients and states."""
 
 
-def make_program(seed: int) -> Program:
-    """Return the program of a seed, always the same one."""
+EDITS = ("cancel", "cancel", "perturb", "perturb", "restore", "restore", "some", "swap")
+"""Edits of weights: made and undone, made, undone, made to some elements, loaded and loaded back."""
+
+
+def make_program(seed: int, *, edits: bool = False) -> Program:
+    """Return the program of a seed, always the same one. With ``edits`` weights are changed between steps."""
     rng = random.Random(seed)
     program: Program = {"seed": seed}
     program["rounds"] = rng.random() < 0.12  # only these may leave the order open in which gradients are summed
@@ -77,7 +81,22 @@ def make_program(seed: int) -> Program:
     program["model"]["ends"] = random.Random(f"ends {seed}").random() < 0.25
     for block in program["model"]["blocks"] if program["pieces"] > 1 else ():
         block["kind"] = "attention" if block["kind"] in NOT_CUT else block["kind"]
+    program["compact"] = False
+    for step in program["loop"]["steps"]:
+        step["edits"] = {}
+    if edits:
+        _add_edits(random.Random(f"edits {seed}"), program)
     return program
+
+
+def _add_edits(rng: random.Random, program: Program) -> None:
+    precision = program["precision"] = rng.choice(("bf16",) * 6 + ("fp32", "pure_bf16"))
+    program["compact"] = precision == "bf16" and rng.random() < 0.5
+    if precision != "fp32":
+        program["autocast"], program["scaler"] = False, None
+    for step in program["loop"]["steps"]:
+        places = ("before", *range(len(step["micros"])), "after")
+        step["edits"] = {str(p): rng.choices(EDITS, k=rng.randint(1, 2)) for p in places if rng.random() < 0.4}
 
 
 def _model(rng: random.Random, *, rounds: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 python tests/outside/random_programs.py --count 200 --seed 0 --json report.json
 python tests/outside/random_programs.py --count 200 --simulated    # on the simulated GPU, with streams that are late
+python tests/outside/random_programs.py --count 100 --edits        # weights are edited between steps, beside masters
 python tests/outside/random_programs.py --only 17            # one program, with everything that is known of it
 python tests/outside/random_programs.py --shrink 17          # the smallest program found with the same verdict
 """
@@ -37,17 +38,21 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="the longest that one program may take")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further program after so long")
     parser.add_argument("--simulated", action="store_true", help="on the simulated GPU; alone: run this file by run.py")
+    parser.add_argument("--edits", action="store_true", help="edit weights between steps")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", type=int)
     parser.add_argument("--shrink", type=int)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return work()
+        return work(edits=args.edits)
     if args.only is not None or args.shrink is not None:
-        return show(args.only, args.shrink)
+        from outside.program import make_program
+
+        program = make_program(args.shrink if args.only is None else args.only, edits=args.edits)
+        return show(program, is_shrunk=args.shrink is not None)
     start_s = time.monotonic()
-    pool = Pool(args.jobs, args.seconds, args.minutes * 60, is_simulated=args.simulated)
+    pool = Pool(args.jobs, args.seconds, args.minutes * 60, is_simulated=args.simulated, edits=args.edits)
     results = pool.run(range(args.seed, args.seed + args.count))
     report = summary(results, time.monotonic() - start_s)
     if args.json:
@@ -76,8 +81,8 @@ def summary(results: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
 class Pool:
     """Workers that each run one program after another; one that takes too long, or dies, is replaced."""
 
-    def __init__(self, jobs: int, longest_s: float, all_s: float, *, is_simulated: bool) -> None:
-        self._is_simulated = is_simulated
+    def __init__(self, jobs: int, longest_s: float, all_s: float, *, is_simulated: bool, edits: bool) -> None:
+        self._is_simulated, self._edits = is_simulated, edits
         self._jobs, self._longest_s, self._end_s = jobs, longest_s, time.monotonic() + all_s
 
     def run(self, seeds: Any) -> list[dict[str, Any]]:
@@ -99,7 +104,7 @@ class Pool:
                 seed = waiting.get_nowait()
             except queue.Empty:
                 break
-            worker = worker or Worker(is_simulated=self._is_simulated)
+            worker = worker or Worker(is_simulated=self._is_simulated, edits=self._edits)
             result = worker.ask(seed, self._longest_s)
             if result["verdict"] in ("hang", "crash"):
                 worker = None
@@ -120,8 +125,8 @@ class Pool:
 class Worker:
     """One process that runs programs."""
 
-    def __init__(self, *, is_simulated: bool) -> None:
-        command = [sys.executable, __file__, "--worker"]
+    def __init__(self, *, is_simulated: bool, edits: bool) -> None:
+        command = [sys.executable, __file__, "--worker", *(["--edits"] if edits else [])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if is_simulated:
             command.insert(1, str(TESTS / "simulated_gpu" / "run.py"))
@@ -167,7 +172,7 @@ class Worker:
         self._process.wait()
 
 
-def work() -> int:
+def work(*, edits: bool) -> int:
     """Answer seeds from standard input with verdicts."""
     from outside.driver import run_program
     from outside.program import make_program
@@ -179,7 +184,7 @@ def work() -> int:
         seed = int(line)
         start_s = time.monotonic()
         try:
-            result = run_program(make_program(seed))
+            result = run_program(make_program(seed, edits=edits))
         except BaseException as error:
             import traceback
 
@@ -191,13 +196,11 @@ def work() -> int:
 # -- one program ------------------------------------------------------------------------------------------------------
 
 
-def show(only: int | None, shrink: int | None) -> int:
+def show(program: dict[str, Any], *, is_shrunk: bool) -> int:
     from outside.driver import run_program
-    from outside.program import make_program
 
-    program = make_program(only if only is not None else shrink)
     result = run_program(program)
-    if shrink is not None:
+    if is_shrunk:
         program, result = shrunk(program, result)
     print(json.dumps(program, indent=1))
     print(result.pop("trace", ""))
@@ -235,14 +238,14 @@ SIMPLE: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("schedule", "kind"), "none"), (("optimizer", "groups"), 1), (("optimizer", "name"), "SGD"),
     (("pieces",), 1), (("model", "tied"), False), (("model", "frozen_embedding"), False), (("model", "same"), None),
     (("model", "shared"), None), (("model", "trips"), False), (("model", "ends"), False), (("plan", "how"), "given"),
-    (("plan", "promised"), False),
+    (("plan", "promised"), False), (("compact",), False),
     (("plan", "early"), False), (("plan", "share"), 0.0), (("plan", "slots"), 1), (("plan", "depth"), 0),
     (("plan", "units"), None), (("plan", "units"), "blocks"), (("plan", "faults", "delays"), {}),
     (("plan", "faults", "permute"), None), (("plan", "faults", "poison"), False),
 )  # fmt: skip
 PLAIN_STEP = {
     "clip": "none", "set_to_none": True, "by": "optimizer", "zeroes": True, "steps": True, "before": [], "between": [],
-    "after": [], "saves": False, "loads": False, "scales": None, "drops": False, "rate": None,
+    "after": [], "saves": False, "loads": False, "scales": None, "drops": False, "rate": None, "edits": {},
 }  # fmt: skip
 PLAIN_MICRO = {"rows": 2, "length": 7, "seed": 1, "way": "one", "between": [], "fault": None}
 PLAIN_BLOCK = {"style": "tensor", "call": "position", "frozen": "no", "kind": "mlp"}

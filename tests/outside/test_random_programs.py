@@ -25,8 +25,9 @@ SEEDS = list(itertools.islice((s for s in itertools.count(30_001) if _is_steady(
 ONCE_WRONG = [400_092]  # a forward after backward still read weights that an early update was replacing
 
 
+@pytest.mark.parametrize("edits", [False, True])
 @pytest.mark.parametrize("seed", SEEDS + ONCE_WRONG)
-def test_random_program(seed: int) -> None:
-    program = make_program(seed)
+def test_random_program(seed: int, edits: bool) -> None:
+    program = make_program(seed, edits=edits)
     result = run_program(program)
     assert result["verdict"] in ("equal", "refused", "rounding"), f"{json.dumps(result)}\n{json.dumps(program)}"

@@ -22,7 +22,10 @@ TESTS = FOLDER.parent
 GPU = TESTS / "gpu"
 LOOP = [
     TESTS / "loop" / f"test_{name}.py"
-    for name in ("presence", "recompute", "gradients", "select", "activations", "in_pieces", "lent", "wrapped")
+    for name in (
+        *("presence", "recompute", "gradients", "select", "activations", "in_pieces", "lent", "wrapped", "edits"),
+        "nothing_stays",
+    )
 ]
 BLOCKS = TESTS / "probe" / "test_blocks.py"
 SIDE_BY_SIDE = 2
@@ -55,6 +58,7 @@ CALLS = (
     "test_an_exception_in_the_middle and backward or test_an_interrupt_when or test_nothing_is_left or "
     "test_is_accumulation and mixed or test_late_and_permuted_lanes or test_every_unit_has_times and t5 or "
     "test_what_blocks_share or test_the_lender_may_be_walked_first or "
+    "test_masters_follow_what and gradients_at_perturbed and states or test_nothing_stays_alive and plain or "
     "test_a_wrapper_for_a_call and host or test_trained_as_in_the_plain_loop and nf4"
 )
 # Each is a process of its own, and those with the longest waits come first; files that take seconds share one.
