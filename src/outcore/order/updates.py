@@ -281,7 +281,9 @@ class UpdateOrder(Generic[H]):
             sent = self._send_weights(unit, unit.next_weights.span(), unit.next_weights.ready, work)
         for home in (unit.next_states, unit.next_weights):
             if home.tier == "host" and home.nbytes:
-                self._port.freed(home, Lane.UPDATE, {"new weights sent": sent, **home.before_write()})
+                free = self._port.freed(home, Lane.UPDATE, {"new weights sent": sent, **home.before_write()})
+                if free is not None:  # old weights from disk are read there by another lane
+                    home.written_by(free)
 
     # On the device, of states in host memory. See [Note: staged updates].
 
