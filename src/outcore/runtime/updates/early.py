@@ -124,7 +124,7 @@ class EarlyUpdates:
         """Start the update of a unit whose last promised gradient is on its way home."""
         unit = gradients.unit
         self._drop(unit)
-        if self._access.is_edited(unit):  # step() must first let the masters follow
+        if self._access.edited.get(unit.name):  # step() must first let the masters follow
             return
         try:
             handles, hypers = gradients.held_handles(), self._hypers()

@@ -40,7 +40,7 @@ class Access:
         """Args: world: The ranks, if several share the states of a parameter. Reading a state is a collective then."""
         self.device = device
         self._tiers, self._pools, self._weights, self.world = tiers, pools, weights, world
-        self._edited: dict[str, dict[int, torch.Tensor | None]] = {}
+        self.edited: dict[str, dict[int, torch.Tensor | None]] = {}
         """Parameters whose masters do not follow their edits yet, by unit. See [Note: edits].
 
         With each compact master comes the weight before the first of these edits: what this rank has of it (1D)."""
@@ -91,7 +91,7 @@ class Access:
         stored = self._read(unit.ledger.states, state.parts[index], state.start)
         if name != "master" or not unit.views.is_compact[index]:
             return stored
-        before = self._edited.get(unit.name, {}).get(index)
+        before = self.edited.get(unit.name, {}).get(index)
         weight = self._own_weight(unit, index) if before is None else before
         return masters_of(weight, stored, self._own_state(unit, CODES, index))
 
@@ -174,19 +174,15 @@ class Access:
         Call it before a weight with a compact master is written.
         """
         if unit.ledger.has_master and index < unit.num_trainable:
-            edited = self._edited.setdefault(unit.name, {})
+            edited = self.edited.setdefault(unit.name, {})
             if index not in edited:
                 edited[index] = self._own_weight(unit, index) if unit.views.is_compact[index] else None
 
-    def is_edited(self, unit: Unit) -> bool:
-        """Return whether masters of a unit do not follow an edit yet."""
-        return bool(self._edited.get(unit.name))
-
     @torch.no_grad()
     def follow_edits(self, unit: Unit) -> None:
-        """Let the unit's masters follow edits. See [Note: edits]."""
-        edited = self._edited.get(unit.name, {})
-        unit.states_version += bool(edited)  # on all ranks alike, whichever has the elements that differ
+        """Let masters of an edited unit follow. See [Note: edits]."""
+        edited = self.edited[unit.name]
+        unit.states_version += 1  # on all ranks alike, whichever has the elements that differ
         for index in list(edited):
             master, weight = self._own_state(unit, "master", index), self._own_weight(unit, index)
             rounded = master.to(weight.dtype)
@@ -199,11 +195,11 @@ class Access:
 
     def _forget_edit(self, unit: Unit, index: int) -> None:
         """Let a master be what is written now, which is later than any edit."""
-        self._edited.get(unit.name, {}).pop(index, None)
+        self.edited.get(unit.name, {}).pop(index, None)
 
     def forget(self) -> None:
         """Let go of all memory."""
-        self._edited.clear()
+        self.edited.clear()
 
     def _write_weight(self, unit: Unit, offset: int, piece: torch.Tensor) -> None:
         """Write what this rank has of some bytes (1D uint8). Args: offset: Where they begin in the weights layout."""

@@ -60,7 +60,8 @@ def take_edits(unit: Unit, access: Access) -> None:
 def let_masters_follow(unit: Unit, access: Access) -> None:
     """Take over all edits, masters too. See [Note: edits]. Raises: UnsupportedError, as ``take_edits``."""
     take_edits(unit, access)
-    access.follow_edits(unit)
+    if access.edited.get(unit.name):
+        access.follow_edits(unit)
 
 
 class OwnEdits:
