@@ -53,7 +53,7 @@ from outcore.planning.units.partition import partition
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.budget import Limits
 from outcore.spec.cut import weights_home
-from outcore.spec.layout import states_bytes, sums_on_device
+from outcore.spec.layout import states_bytes, sums_on_device, update_cost_numel
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Gather, Partition, Plan, Policy, Tier, UnitPlan
 from outcore.spec.timeline import COMPUTE, Span, Timeline
@@ -290,7 +290,7 @@ def paces(
         backward_s=dict.fromkeys(names, BACKWARD * unit_s),
         selected_forward_s=dict.fromkeys(names, FORWARD * unit_s),
         bytes_per_s=links,
-        parameters_per_s={"update": spec.update_cost_numel / (setting.update * unit_s)},
+        parameters_per_s={"update": update_cost_numel(spec, unit) / (setting.update * unit_s)},
         host_runs_ahead=device != "cpu",
     )
     return throttle, rates

@@ -19,6 +19,7 @@ from outcore.planning.timing.player import Task, play
 from outcore.planning.timing.rates import LINK_OF, LINKS, Rates, Shared
 from outcore.planning.timing.simulate import play_steps, simulate, steps_until_settled
 from outcore.spec.budget import Limits
+from outcore.spec.layout import COMPACT_COST
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.timeline import LANES
@@ -100,6 +101,20 @@ def test_updates_lie_behind_forward(model):
     assert timeline.exposed_s()["h2d"] == 2 * (3 + 7 * 2)  # only the fetches after an update are waited for
     assert timeline.busy_s()["update"] == pytest.approx(2 * 24)
     assert timeline.wall_s == pytest.approx(2 * found.step_s)
+
+
+def test_only_compact_masters_are_decoded(model):
+    """Masters of weights that live on the device are whole."""
+    spec = dataclasses.replace(model.units[1].params[0], master_format="compact")
+    unit, numel = dataclasses.replace(model.units[1], params=(spec,)), model.units[1].trainable_numel
+    rates = dataclasses.replace(rates_of(model), parameters_per_s={"update": numel, "device_update": numel})
+    on_host, on_device = (
+        UnitPlan(name=unit.name, weights=tier, gradients="host", states="host") for tier in ("host", "device")
+    )
+    assert rates.update_s("update", model.units[1], on_host) == 1.0
+    assert rates.update_s("update", unit, on_device) == 1.0
+    assert rates.update_s("update", unit, on_host) == 1.0 + COMPACT_COST
+    assert rates.update_s("device_update", unit, on_host) == 1.0
 
 
 def test_slow_fetches_bind(model):

@@ -45,7 +45,7 @@ LEAST_8BIT_NUMEL = 4096
 """Least number of elements for 8 bits; smaller parameters keep states in fp32, as in bitsandbytes."""
 CODING_BYTES = 24 * 2**20
 """Upper bound of the temporary memory of coding on a device: noise, and indices of a block."""
-CODING_COST: Mapping[StoredFormat, float] = {"fp32": 0.0, "bf16": 0.6, "8bit": 3.25, "compact": 1.5}
+CODING_COST: Mapping[StateFormat, float] = {"fp32": 0.0, "bf16": 0.6, "8bit": 3.25}
 """Time to decode and encode a state on the CPU, as a multiple of AdamW's update (``benchmarks/cpu_update.py``)."""
 _PERIOD = 65521  # period of the noise: a prime, so that rows of a matrix do not get the noise of the row above
 _CACHED_NUMEL = _PERIOD // 8

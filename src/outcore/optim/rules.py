@@ -245,7 +245,6 @@ class UpdateRule:
             master = master_format_of(group)
             if master == "compact":
                 made += param.numel() * DTYPE_BYTES[dtype] if is_whole else 0
-                cost += CODING_COST[master]
             return Kept(forms, made, is_whole, cost, flops * param.numel(), master)
 
         return kept

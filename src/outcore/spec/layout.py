@@ -31,6 +31,8 @@ NOISE_BYTES = 8 * 2**20
 """Host memory for the noise with which updates on the host round states."""
 COMPACT_BYTES = 24 * 2**20
 """Device memory for temporary tensors while compact masters are coded on the device."""
+COMPACT_COST = 1.5
+"""Time to decode and encode a compact master on the CPU, in updates of AdamW (``benchmarks/cpu_update.py``)."""
 CODES = "master_codes"
 """Name of the state that goes with compact masters."""
 ROW_NUMEL = 128
@@ -53,6 +55,15 @@ def has_compact(spec: UnitSpec, unit: UnitPlan) -> bool:
     these weights are whole.
     """
     return unit.weights != "device" and any(param.master_format == "compact" for param in spec.trainable)
+
+
+def update_cost_numel(spec: UnitSpec, unit: UnitPlan) -> float:
+    """Return the number of elements for which AdamW would take as long as this rank's update of the unit on the host.
+
+    Only where masters are compact are they decoded and encoded.
+    """
+    coded = spec.compact_numel if has_compact(spec, unit) else 0
+    return spec.update_cost_numel + COMPACT_COST * coded
 
 
 def starts_from_weights(spec: UnitSpec, unit: UnitPlan, precision: Precision) -> bool:

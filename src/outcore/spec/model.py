@@ -150,7 +150,7 @@ class ParamSpec:
     """Number of elements that it counts for: of a quantised weight those in full precision, of the other tensors of
     that weight 0. None: its own number."""
     update_cost: float = 1.0
-    """Time of its update on the host, relative to AdamW with fp32 moments."""
+    """Time of its update on the host with an fp32 master, relative to AdamW with fp32 moments."""
     update_flops: float = 0.0
     """FLOP of matrix products in its update; on the device they take time in addition to AdamW's."""
 
@@ -253,8 +253,14 @@ class UnitSpec:
         return sum(numel for _, numel in self.own_ranges)
 
     @cached_property
+    def compact_numel(self) -> int:
+        """Number of elements that this rank updates whose masters are compact off the device."""
+        owned = zip(self.own_ranges, self.trainable, strict=True)
+        return sum(numel for (_, numel), param in owned if param.master_format == "compact")
+
+    @cached_property
     def update_cost_numel(self) -> float:
-        """Number of elements for which AdamW would take as long as this rank's update of the unit."""
+        """Number of elements for which AdamW would take as long as this rank's update with fp32 masters."""
         owned = zip(self.own_ranges, self.trainable, strict=True)
         return sum(numel * param.update_cost for (_, numel), param in owned)
 

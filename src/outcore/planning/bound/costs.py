@@ -65,7 +65,7 @@ class Costs(NamedTuple):
             adder=adder,
             home_s=home_s,
             updater=updater,
-            update_s=rates.update_s("compute" if plan.states == "device" else updater, spec),
+            update_s=rates.update_s("compute" if plan.states == "device" else updater, spec, plan),
             gathered_s=rates.gather_s(spec, plan),
             sent_s=0.0 if is_there else rates.move_s(sent, weights.updated_bytes),
             bring_s=(

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from outcore.spec.cut import weights_home
 from outcore.spec.lanes import Lane
+from outcore.spec.layout import update_cost_numel
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.schedule import Operation
@@ -146,10 +147,10 @@ class Rates:
         """Return the seconds to accumulate the gradients of all ranks, alone."""
         return self.move_s("compute" if link == "device_update" else link, spec.num_ranks * spec.update_bytes)
 
-    def update_s(self, link: Link | Literal["plain"], spec: UnitSpec) -> float:
+    def update_s(self, link: Link | Literal["plain"], spec: UnitSpec, plan: UnitPlan) -> float:
         """Return the seconds to update a unit, alone."""
         is_on_host = link == "update"
-        numel = spec.update_cost_numel if is_on_host else spec.trainable_numel
+        numel = update_cost_numel(spec, plan) if is_on_host else spec.trainable_numel
         seconds = numel / self.parameters_per_s.get(link, math.inf) + (self.latency_s.get(link, 0.0) if numel else 0.0)
         return seconds if is_on_host else seconds + spec.update_flops / self.product_flops_per_s
 
@@ -181,13 +182,13 @@ class Pace:
 
     def _work_s(self, op: Operation, link: Link) -> float:
         """Return the seconds of an operation that is no visit."""
-        rates, spec = self._rates, self._specs[op.unit]
+        rates, spec, plan = self._rates, self._specs[op.unit], self._plans[op.unit]
         if op.kind in ("update", "update early"):
-            return rates.update_s("plain" if self._is_plain else link, spec) if op.nbytes else 0.0
+            return rates.update_s("plain" if self._is_plain else link, spec, plan) if op.nbytes else 0.0
         if op.kind == "gather weights of":
-            return rates.gather_s(spec, self._plans[op.unit])
+            return rates.gather_s(spec, plan)
         if link == "link":
-            return rates.link_s(spec, self._plans[op.unit])
+            return rates.link_s(spec, plan)
         if op.kind == "accumulate" and link != "compute":
             return rates.add_s(link, spec)
         # An update on the device writes its new weights there by a copy at the speed of compute's copies.
