@@ -1,7 +1,7 @@
 """Predicts steps of a plan on a known machine, and finds plans that are faster than the usual one.
 
-[Note: worth it] Predictions are off by some percent. So another plan replaces the usual one only if it is predicted to
-be faster by more than a threshold (``WORTH``).
+[Note: worth it] Predictions are off by some percent. So another plan replaces the usual one only if the fastest one is
+predicted to be faster by more than a threshold (``WORTH``), or if the plan that was found writes less to the drive.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from outcore.planning.search.candidates import Candidate
 from outcore.planning.search.job import Job
 from outcore.planning.search.looks import Simulated
 from outcore.planning.search.search import search
+from outcore.planning.search.wear import WORTH, takes_more
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
@@ -39,8 +40,6 @@ NamedHardware = Hardware | str | Path
 """A machine, a file that describes one, or the names of common parts."""
 NO_TIMES = "none"
 """Given in place of a machine: plans are made without times, and nothing is measured."""
-WORTH = 0.01
-"""Least predicted gain for which the usual plan is replaced, as a fraction. See [Note: worth it]."""
 
 
 class Loop(NamedTuple):
@@ -133,7 +132,8 @@ class Forecast:
             promised = dataclasses.replace(usual, accumulation_steps=job.micro_batches)
             other = with_early_updates(self.model, promised, job.within(job.ways[0]).left)
         found = search(job, self.simulated)
-        if found.simulation.step_s >= (1 - WORTH) * found.looks.simulation(other, job.ways[0]).step_s:
+        now = found.looks.simulation(other, job.ways[0])
+        if found.fastest_s >= (1 - WORTH) * now.step_s and not takes_more(now, found.simulation):
             return other, None
         promises = self._may_be_early and not found.plan.rests_on_device
         steps = job.micro_batches if promises else usual.accumulation_steps

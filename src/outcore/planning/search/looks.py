@@ -46,7 +46,7 @@ class Looks:
 
     def __init__(self, job: Job, simulated: Simulated | None = None) -> None:
         """Args: simulated: Simulations made before, for jobs that differ in limits alone; new ones are added."""
-        self._job = job
+        self.job = job
         steps = job.micro_batches if job.is_promised else None
         self.may_be_early = job.is_promised and not job.clipping
         self.choice = Choice(
@@ -75,7 +75,7 @@ class Looks:
     @functools.cached_property
     def today(self) -> Plan:
         """The plan of the rule (``homes.placement``), beside the first way with activations."""
-        job = self._job
+        job = self.job
         return place(
             job.model,
             job.limits,
@@ -87,7 +87,7 @@ class Looks:
     @property
     def num_played(self) -> int:
         """Micro-batches of a step that are played to compare plans. The rest are taken to be like these."""
-        return min(self._job.micro_batches, _PLAYED)
+        return min(self.job.micro_batches, _PLAYED)
 
     @property
     def num_simulated(self) -> int:
@@ -107,7 +107,7 @@ class Looks:
         """Add activations to a plan: see ``Job.as_run``."""
         key = id(plan), away
         if key not in self._runs:
-            self._runs[key] = plan, self._job.as_run(plan, away)
+            self._runs[key] = plan, self.job.as_run(plan, away)
         return self._runs[key][1]
 
     def simulation(self, plan: Plan, away: Away | None, *, in_full: bool = True) -> Simulation:
@@ -118,7 +118,7 @@ class Looks:
             away: What becomes of its activations.
             in_full: Play all micro-batches; else ``num_played`` of them. The rest are taken to be like these.
         """
-        run, num_played = self.run(plan, away), self._job.micro_batches if in_full else self.num_played
+        run, num_played = self.run(plan, away), self.job.micro_batches if in_full else self.num_played
         key = _key(run, num_played)
         if key not in self.simulated:
             self.simulated[key] = self._simulated(run, num_played)
@@ -126,7 +126,7 @@ class Looks:
 
     def simulate(self, plans: Iterable[tuple[Plan, Away | None]], *, in_full: bool = False) -> None:
         """Simulate several plans ahead of ``simulation``."""
-        num_played = self._job.micro_batches if in_full else self.num_played
+        num_played = self.job.micro_batches if in_full else self.num_played
         runs = [self.run(plan, away) for plan, away in plans]
         new = {key: run for run in runs if (key := _key(run, num_played)) not in self.simulated}
         asked = [(run, num_played) for run in new.values()]
@@ -138,21 +138,21 @@ class Looks:
         return {name: value for name, value in vars(self._simulated(*asked)).items() if name != "again"}
 
     def _simulated(self, run: Plan, num_played: int) -> Simulation:
-        return simulation_of(self._again(run, num_played), repeats=self._job.micro_batches - num_played)
+        return simulation_of(self._again(run, num_played), repeats=self.job.micro_batches - num_played)
 
     def _again(self, run: Plan, num_played: int) -> Callable[[], PlayedSteps]:
-        job, warm_up = self._job, steps_until_settled(run)
+        job, warm_up = self.job, steps_until_settled(run)
         if run.accumulation_steps is not None:
             run = replace(run, accumulation_steps=num_played)
         given = (job.model, run, job.rates, usual_visits(job.model, num_played), self._circumstances)
         return functools.partial(play_steps, *given, warm_up=warm_up, says_where=False)
 
     def __reduce__(self) -> tuple[type[Looks], tuple[Job]]:  # for another process, which finds the same
-        return Looks, (self._job,)
+        return Looks, (self.job,)
 
     def bound(self, plan: Plan, away: Away | None, max_nodes: int = MAX_NODES) -> Bound:
         """Return the bound of a plan."""
-        job, run = self._job, self.run(plan, away)
+        job, run = self.job, self.run(plan, away)
         return bound_of(job.model, run, job.rates, self._visits, self._circumstances, max_nodes=max_nodes)
 
     def cost_s(self, plan: Plan, away: Away | None, *, in_full: bool = True) -> float:
@@ -172,7 +172,7 @@ class Looks:
 
     def _busiest(self, candidate: Candidate) -> tuple[float, float]:
         """Return a bound that is worked out faster, and a sum that tells equal bounds apart: see ``busiest_s``."""
-        job, run = self._job, self.run(self.plan(candidate), candidate.saves)
+        job, run = self.job, self.run(self.plan(candidate), candidate.saves)
         return busiest_s(job.model, run, job.rates, self._visits, self._circumstances)
 
 

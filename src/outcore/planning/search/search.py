@@ -3,8 +3,9 @@
 [Note: how it is found] Fillings come first: the nearest kinds of homes for as many units as fit, farther ones for the
 rest. Those with the lowest bounds are simulated, and the best of them is changed step by step while it gets faster. A
 change whose bound is above the best time so far cannot be better, and is not simulated. Since this ends where no single
-change helps, other starts are changed, too. The rule's plan and uniform ones are simulated in any case: the plan that
-is found is never slower than these. All counts are fixed, so the same inputs give the same plan.
+change helps, other starts are changed, too. The rule's plan and uniform ones are simulated in any case: the fastest
+plan is never slower than these. Of plans that are about as fast as that, the one that writes least is taken: see [Note:
+wear] in ``wear``. All counts are fixed, so the same inputs give the same plan.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from outcore.planning.search.job import Job
 from outcore.planning.search.looks import Looks, Simulated
 from outcore.planning.search.orders import reordered
 from outcore.planning.search.runners_up import SMALLEST_GAIN, RunnerUp, runners_up, uniform
+from outcore.planning.search.wear import Named, least_worn, sparing
 from outcore.planning.timing.simulate import Simulation
 from outcore.spec.plan import Plan
 
@@ -87,6 +89,8 @@ class Found:
     num_simulated: int
     bare: Plan
     """The plan without activations that leave."""
+    fastest_s: float
+    """Seconds of a step of the fastest plan that was seen. The plan that was found may write less: see ``wear``."""
     looks: Looks = field(repr=False, compare=False)
     """For ``bound`` and ``runners_up``, which are worked out when a caller asks."""
 
@@ -180,6 +184,8 @@ class _Search:
         self._job, self._looks = job, Looks(job, simulated)
         self._choice, self._fits = self._looks.choice, self._looks.fits
         self._fillings = Fillings(job, self._looks)
+        self._compared: dict[Candidate, None] = {}
+        """Candidates that were simulated and compared, in this order; however many are simulated at once."""
         units, visits = len(job.model.units), self._looks.num_played * job.model.micro_batches_in_unit
         least = min(_WITH_VISITS, _SIMULATED_UNITS // units) if units * visits <= _MOST_VISITS else _LEAST_SIMULATED
         self._budget = max(_LEAST_SIMULATED, least, min(_SIMULATED_UNITS // (units * visits), _MOST_SIMULATED))
@@ -214,7 +220,13 @@ class _Search:
         enough_s = min(looks.cost_s(plan, candidate.saves) for plan, candidate in plans)
         simple = filter(self._fits, uniform(looks, None).values())
         plans += [(looks.plan(other), other) for other in simple if looks.coarse_s(other) < enough_s]
-        return self.explain(*min(plans, key=lambda pair: looks.cost_s(pair[0], pair[1].saves)))
+        chosen, fastest_s = least_worn([*plans, *sparing(plans, self._compared, looks, self._spared)], looks)
+        return replace(self.explain(*chosen), fastest_s=fastest_s)
+
+    def _spared(self, job: Job) -> Named:
+        """Search again, for other limits."""
+        found = _Search(job, self._looks.simulated).found()
+        return found.bare, found.candidate
 
     def _lowest(self, candidates: Iterable[Candidate], most: int) -> list[Candidate]:
         """Return those with the lowest bounds. The quick bound, which is no higher, tells where to stop."""
@@ -237,6 +249,7 @@ class _Search:
             looks.simulate((looks.plan(candidate), candidate.saves) for candidate in several)
             for candidate in several:  # compared one by one: how many are simulated at once makes no difference
                 if len(found) < most or looks.coarse_s(candidate) < looks.seconds(found[-1]):
+                    self._compared[candidate] = None
                     found = sorted([*found, candidate], key=looks.seconds)[:most]
         return found
 
@@ -252,7 +265,8 @@ class _Search:
     def explain(self, plan: Plan, candidate: Candidate) -> Found:
         """Return what is predicted of a plan. Args: candidate: The plan in few words."""
         looks = self._looks
-        return Found(plan, candidate, looks.simulation(plan, candidate.saves), looks.num_simulated, plan, looks)
+        simulation = looks.simulation(plan, candidate.saves)
+        return Found(plan, candidate, simulation, looks.num_simulated, plan, simulation.step_s, looks)
 
     def estimate(self, known: Iterable[Candidate], enough_s: float) -> Estimate | None:
         """Return the best of a few: known candidates, candidates like them, and fillings."""
@@ -356,6 +370,7 @@ class _Search:
         while several := list(itertools.islice(open_ones, at_once)):
             looks.simulate((looks.plan(other), other.saves) for other, _ in several)
             for other, tried in several:
+                self._compared[other] = None
                 if looks.seconds(other) < enough_s:
                     return other, tried
         return None
