@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -51,7 +52,8 @@ def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, 
         "units",
         "activations",
     } <= lines.keys()
-    assert "(predicted) for 2 x 64 tokens" in lines["step"]
+    assert re.fullmatch(r"\S+ s \(predicted, \S+ to \S+ s\) for 2 x 64 tokens", lines["step"])
+    assert re.fullmatch(r"\S+ per second \(predicted, \S+ to \S+\)", lines["tokens"])
     assert {"not", "peak", "least", "helps"} <= lines.keys()
     assert "budget 2.00 MiB" in done.out
 
@@ -107,6 +109,8 @@ def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp
     found = json.loads(done.out)
     assert found["predicted_step_s"] >= found["bound_s"] * 0.999
     assert found["predicted_tokens_per_s"] == pytest.approx(2 * 2 * 64 / found["predicted_step_s"])
+    fast_s, slow_s = found["predicted_step_s_range"]
+    assert fast_s <= found["predicted_step_s"] <= slow_s
     assert found["limits"] == {
         "device_bytes": 900 * 2**10,
         "host_bytes": 4 * 2**20,

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from outcore.cli.plan.answer import answer
+from outcore.cli.plan.ranges import range_of
+from outcore.cli.plan.text import to_json
 from outcore.forecast import Forecast, Loop
 from outcore.planning.forward import watch
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.reservations import tier_bytes
+from outcore.planning.search.search import explain
 from outcore.planning.timing.known_hardware import known_hardware
 
 from .conftest import CONFIG, Run
@@ -112,3 +115,19 @@ def test_an_accelerators_attention_drops_out_as_it_computes(config_json: Path, t
         assert saved[1].keep == saved[0].keep
     else:
         assert works[1].moved_bytes > works[0].moved_bytes
+
+
+def test_figures_that_are_known_as_ranges_make_answers_that_are_ranges(config_json: Path):
+    """The plan is made for the middle, and its step is simulated at both ends."""
+    found = answer(asked(config_json, "rtx-4090+no-disk", device_memory="2MiB", host_memory="4MiB"))
+    ends, said = range_of(found), json.loads(to_json(found))
+    assert ends is not None
+    fast_s, slow_s = ends.step_s
+    assert fast_s < found.found.simulation.step_s < slow_s
+    assert said["predicted_step_s_range"] == [fast_s, slow_s]
+    assert said["predicted_tokens_per_s_range"] == [found.setting.tokens / slow_s, found.setting.tokens / fast_s]
+    at_ends = (dataclasses.replace(found.setting, hardware=found.hardware.at(end)) for end in ("fast", "slow"))
+    assert [explain(each.job(), found.found.bare, found.found.candidate).simulation.step_s for each in at_ends] == [
+        fast_s,
+        slow_s,
+    ]

@@ -12,7 +12,10 @@ import pytest
 
 from outcore.core.errors import ConfigError
 from outcore.planning.timing.known_hardware import BUSES, DEVICES, DISKS, HOSTS, LINKS, NETWORKS, known_hardware
-from outcore.spec.hardware import Hardware
+from outcore.planning.timing.profile import UnitWork, rates_for
+from outcore.spec.hardware import DevicePart, Hardware, HostPart
+
+from .models import layered
 
 FIELDS = ["device.bf16_flops", "bus.h2d_bytes_per_s", "host.bytes_per_s", "disk.both"]
 FIELDS += ["links.bytes_per_s", "network.bytes_per_s"]
@@ -34,6 +37,46 @@ def test_every_figure_has_a_source():
         said = {name for name, default in fields.items() if getattr(part, name) != default}
         assert said <= set(part.sources), part
         assert all(len(source) > 10 for source in part.sources.values())
+
+
+@pytest.mark.parametrize("part", [*DEVICES.values(), *HOSTS.values()])
+def test_figures_lie_within_their_ranges(part: DevicePart | HostPart):
+    assert part.slow
+    assert part.slow.keys() == part.fast.keys()
+    for name, slow in part.slow.items():
+        ordered = sorted([slow, getattr(part, name), part.fast[name]], reverse=name.endswith("_s") and slow < 1)
+        assert ordered == [slow, getattr(part, name), part.fast[name]], name
+
+
+def test_layers_on_an_h200_take_as_long_as_was_measured():
+    """A block of 3072 channels over 32768 tokens: benchmarks/reports/gpu_h200_2026-11-26.md."""
+    spec = layered(1, root=0, layer=100_000_000)
+    counted = UnitWork(product_flops=6.597e12, attention_flops=0.8246e12, moved_bytes=13.83e9, kernels=38)
+    rates = rates_for(known_hardware("h200"), spec, {"model.layers.0": counted})
+    assert rates.forward_s["model.layers.0"] == pytest.approx(15.7e-3, rel=0.03)
+    assert rates.backward_s["model.layers.0"] == pytest.approx(31.8e-3, rel=0.03)
+
+
+def test_rates_that_were_measured_lie_within_the_ranges():
+    host = known_hardware("h100").host
+    assert (host.slow["update_parameters_per_s"], host.fast["update_parameters_per_s"]) == pytest.approx(
+        (1.2e9, 2.5e9), rel=0.01
+    )
+    card = known_hardware("rtx-4090").device
+    assert card.bf16_flops == pytest.approx(156e12)  # LoHan's plateau
+    assert card.slow["bf16_flops"] == pytest.approx(115e12)  # ZeRO-3 with its update exposed
+    for device in DEVICES.values():
+        assert device.kernel_s > 0
+
+
+def test_a_machine_at_one_end_of_what_is_known_has_no_range():
+    machine = known_hardware("rtx-4090")
+    slow, fast = machine.at("slow"), machine.at("fast")
+    assert machine.has_range
+    assert not slow.has_range
+    assert slow.device.bf16_flops < machine.device.bf16_flops < fast.device.bf16_flops
+    assert slow.host.visit_s > machine.host.visit_s > fast.host.visit_s
+    assert slow.bus == machine.bus
 
 
 def test_parts_are_composed():
@@ -95,6 +138,9 @@ def test_absurd_numbers_are_refused(field: str, value: Any):
             "host: compute_left: expected numbers from 0",
         ),
         (lambda data: data["links"].update(devices_per_port=0.5), "devices_per_port: expected a number from 1 to 64"),
+        (lambda data: data["device"].update(slow={"speed": 1}), "device: slow: expected figures under names of fields"),
+        (lambda data: data["host"].update(fast=[]), "host: fast: expected figures under names of fields"),
+        (lambda data: data["host"].update(fast={"visit_s": -1}), "host: fast: visit_s: expected a number from 0 to 10"),
         (lambda data: data["links"].update(on_bus=2), "on_bus: expected a number from 0 to 1"),
         (lambda data: data.update(version=9), "expected version 2, but got 9"),
         (lambda data: data["device"].update(sources={"bytes_per_s": 3}), "sources: expected names of fields"),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -292,7 +292,7 @@ def _rate(load: Load, window_s: float) -> float:
 
 
 def _device(rates: Mapping[str, float], device: Device) -> DevicePart:
-    found = dict(rates)
+    found: dict[str, Any] = dict(rates)
     return DevicePart(
         memory_bytes=device.total_bytes() / (2 if device.has_host_memory else 1),
         kernel_s=1 / found.pop("kernels"),
@@ -350,4 +350,4 @@ def _disk(links: _Links, disks: Sequence[Path], store: DiskStore) -> DiskPart:
 
 def _measured(part: type, *but: str, how: str = "measured") -> dict[str, str]:
     names = (field.name for field in dataclasses.fields(part))
-    return {name: how for name in names if name not in (*but, "sources")}
+    return {name: how for name in names if name not in (*but, "sources", "slow", "fast")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from outcore.core.errors import ConfigError
 from outcore.spec.text_file import Described, fields_of
@@ -44,6 +44,9 @@ class DevicePart:
     """1: an accelerator, which is given its work in advance; 0: the thread that submits also computes."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Field -> source of its figure."""
+    slow: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Field -> its figure at the slow end of what is known; left out: there is no range."""
+    fast: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,9 @@ class HostPart:
     left_beside_compute: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Link -> the part of its own speed that it keeps meanwhile."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    slow: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """As in ``DevicePart``."""
+    fast: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +141,7 @@ _AT_MOST |= {"resting_visit_s": 10.0, "on_bus": 1.0, "through_host": 1.0, "devic
 _AT_LEAST = {"both": 0.5, "devices_per_port": 1.0}
 _SHARING = ("h2d", "d2h", "update", "disk_read", "disk_write")
 _PARTS = ("parts", "compute_left", "left_beside_compute")
+_ENDS = ("slow", "fast")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +161,18 @@ class Hardware(Described):
     network: NetworkPart | None = None
     """Network between nodes of this kind; None: not known, see ``planning.timing.ranks``."""
     version: int = HARDWARE_VERSION
+
+    @property
+    def has_range(self) -> bool:
+        """Whether some figure is known as a range only."""
+        return any(part.slow or part.fast for part in (self.device, self.host))
+
+    def at(self, end: Literal["slow", "fast"]) -> Self:
+        """Return the machine at one end of what is known of it."""
+        device, host = self.device, self.host
+        device = dataclasses.replace(device, **getattr(device, end), slow={}, fast={})
+        host = dataclasses.replace(host, **getattr(host, end), slow={}, fast={})
+        return dataclasses.replace(self, device=device, host=host)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "hardware") -> Self:
@@ -193,6 +212,9 @@ def _refuse_numbers(data: Mapping[str, Any], where: str) -> None:
             if not isinstance(value, Mapping) or not all(isinstance(s, str) for pair in value.items() for s in pair):
                 raise ConfigError(f"{where}: sources: expected names of fields with sentences, but got {value!r:.80}")
             continue
+        if name in _ENDS:
+            _refuse_ends(value, data, f"{where}: {name}")
+            continue
         if name in _PARTS:
             _refuse_parts(value, f"{where}: {name}")
             continue
@@ -200,6 +222,13 @@ def _refuse_numbers(data: Mapping[str, Any], where: str) -> None:
         most, least = _AT_MOST.get(name, _MOST), _AT_LEAST.get(name, 0.0 if name in _ZERO_IS_FINE else 1.0)
         if not is_number or not least <= value <= most:  # written so that NaN is refused, too
             raise ConfigError(f"{where}: {name}: expected a number from {least:g} to {most:g}, but got {value!r:.80}")
+
+
+def _refuse_ends(value: object, data: Mapping[str, Any], where: str) -> None:
+    """Refuse figures of fields that are not there, and those that no machine has."""
+    if not isinstance(value, Mapping) or any(isinstance(data.get(name, {}), Mapping) for name in value):
+        raise ConfigError(f"{where}: expected figures under names of fields that are given, but got {value!r:.80}")
+    _refuse_numbers(value, where)
 
 
 def _refuse_parts(parts: object, where: str) -> None:

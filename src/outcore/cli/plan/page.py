@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.cli.plan.answer import Answer
+from outcore.cli.plan.ranges import range_of
 from outcore.cli.plan.text import drive_life, order_texts, received_text
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, format_rate
@@ -135,15 +136,20 @@ def _asked(answer: Answer) -> str:
 
 def _facts(answer: Answer) -> Iterator[tuple[str, str, str]]:
     found = answer.found
-    step_s = found.simulation.step_s
+    step_s, ends = found.simulation.step_s, range_of(answer)
     yield (
         "Step, predicted",
         f"{step_s:.4g} s",
-        f"no order of this plan's operations takes less than {found.bound.seconds:.4g} s",
+        f"no order of this plan's operations takes less than {found.bound.seconds:.4g} s"
+        + (f"; {ends.step_text} by the ranges of the machine's figures" if ends else ""),
     )
     ranks = answer.setting.ranks
     of_all = f" of {ranks.size} ranks" if ranks.size > 1 else ""
-    yield "Tokens, predicted", f"{format_rate(answer.tokens_per_s)} / s", f"{answer.setting.tokens:,} per step{of_all}"
+    yield (
+        "Tokens, predicted",
+        f"{format_rate(answer.tokens_per_s)} / s",
+        f"{answer.setting.tokens:,} per step{of_all}" + (f"; {ends.tokens_text} / s" if ends else ""),
+    )
     binds = sorted(found.simulation.binding.items(), key=lambda item: -item[1])
     rest = ", ".join(f"{link.replace('_', ' ')} {part:.0%}" for link, part in binds[1:3] if part >= 0.01)
     if binds:

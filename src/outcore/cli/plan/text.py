@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from outcore.cli.plan.answer import Answer
+from outcore.cli.plan.ranges import range_of
 from outcore.core.quantities import format_bytes, format_rate
 from outcore.planning.homes.table import plan_table
 from outcore.spec.layout import states_bytes
@@ -40,9 +41,14 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "ranks", f"{ranks.size} ({ranks}): figures are per rank unless noted otherwise"
     each = f"{ranks.size} ranks with " if ranks.size > 1 else ""
     batch = f"{each}{asked.grad_accum} x " if asked.grad_accum > 1 else each
-    yield "step", f"{found.simulation.step_s:.4g} s (predicted) for {batch}{asked.batch_size} x {asked.seq_len} tokens"
+    ends = range_of(answer)
+    step = f"{found.simulation.step_s:.4g} s (predicted{f', {ends.step_text}' if ends else ''})"
+    yield "step", f"{step} for {batch}{asked.batch_size} x {asked.seq_len} tokens"
     of_all = " of all ranks" if ranks.size > 1 else ""
-    yield "tokens", f"{format_rate(answer.tokens_per_s)} per second (predicted){of_all}"
+    yield (
+        "tokens",
+        f"{format_rate(answer.tokens_per_s)} per second (predicted{f', {ends.tokens_text}' if ends else ''}){of_all}",
+    )
     yield "bound", f"{found.bound.seconds:.4g} s: no order of this plan's operations is faster"
     yield "binds", ", ".join(f"{link} {part:.0%}" for link, part in found.simulation.binding.items() if part >= 0.01)
     busy = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in answer.busy_s().items())
@@ -147,12 +153,14 @@ def _runners_up(answer: Answer) -> Iterator[tuple[str, str]]:
 
 def to_json(answer: Answer) -> str:
     """Return the answer as JSON."""
-    found, disk = answer.found, answer.hardware.disk
+    found, disk, ends = answer.found, answer.hardware.disk, range_of(answer)
     endurance = disk.endurance_bytes if disk is not None and answer.written_bytes else 0.0
     facts: dict[str, Any] = {
         **dataclasses.asdict(answer.question),
         "predicted_step_s": found.simulation.step_s,
+        "predicted_step_s_range": ends and ends.step_s,
         "predicted_tokens_per_s": answer.tokens_per_s,
+        "predicted_tokens_per_s_range": ends and ends.tokens_per_s,
         "bound_s": found.bound.seconds,
         "received_bytes": answer.received_bytes(),
         "binding": dict(found.simulation.binding),
