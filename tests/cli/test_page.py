@@ -125,7 +125,7 @@ def test_the_data_is_the_answer(answered: Answer, facts: dict[str, Any], text: s
         assert (unit["weights"][0], unit["states"][0]) == (planned.weights, planned.states)
     time = data["timeline"]
     assert len(time["spans"]) == len(found.simulation.timeline.spans)
-    assert {"compute", "h2d", "d2h", "update"} <= set(time["lanes"])
+    assert {"compute", "d2h", "update"} <= set(time["lanes"])
     assert max(start + lasts for _, _, _, start, lasts, _ in time["spans"]) == pytest.approx(time["wall_s"], rel=1e-4)
     reserved = {tier["tier"]: sum(part["bytes"] for part in tier["parts"]) for tier in data["tiers"]}
     assert reserved["host"] == found.plan.tier_bytes["host"]

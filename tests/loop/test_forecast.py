@@ -25,7 +25,12 @@ from outcore.spec.hardware import Hardware
 
 from .rig import DEVICE, Tower, adamw, assert_same, batch, make, seen, train
 
-MACHINE = known_hardware("rtx-4090")
+_CARD = known_hardware("rtx-4090")
+MACHINE = dataclasses.replace(  # steps of so small models would consist of launches and visits alone
+    _CARD,
+    device=dataclasses.replace(_CARD.device, kernel_s=0.0),
+    host=dataclasses.replace(_CARD.host, visit_s=0.0, resting_visit_s=0.0),
+)
 SAMPLE = {"ids": batch()}
 TIGHT = {"device": 60_000, "host": 400_000}  # not everything fits on the device; nothing need go to disk
 
@@ -90,6 +95,16 @@ class TestTheFastest:
     def test_what_is_hardly_faster_is_not_worth_it(self, monkeypatch):
         monkeypatch.setattr("outcore.forecast.WORTH", 1.0)
         assert planned(hardware=slow_updates()) == planned(hardware="none")
+
+    def test_what_is_no_faster_and_writes_less_is_worth_it(self, monkeypatch, tmp_path):
+        """The rule fills tier by tier, and the drive is slow."""
+        monkeypatch.setattr("outcore.forecast.WORTH", 1.0)
+        budget = outcore.Budget(device=60_000, host=60_000, disk=tmp_path)
+        slow = dataclasses.replace(MACHINE, disk=dataclasses.replace(MACHINE.disk, write_bytes_per_s=1e5))
+        usual, found = (planned(hardware=hardware, budget=budget) for hardware in ("none", slow))
+        assert found.tier_bytes["disk"] < usual.tier_bytes["disk"]
+        monkeypatch.setattr("outcore.forecast.takes_more", lambda *_: False)
+        assert planned(hardware=slow, budget=budget) == usual
 
     def test_a_plan_takes_as_long_for_a_run_as_for_the_search(self, tmp_path):
         model, disk = make(), tmp_path
