@@ -200,7 +200,7 @@ def test_data_is_read(kind: str, tmp_path: Path):
     text, prompt_completion, messages, *_ = blocks(TRAIN, "json")
     texts = {"text": text, "prompt_completion": prompt_completion, "messages": messages}
     (tmp_path / "rows.jsonl").write_text(texts[kind])
-    data = load_data(str(tmp_path / "rows.jsonl"), flag="--data", cache=tmp_path / "cache")
+    data = load_data([str(tmp_path / "rows.jsonl")], flag="--data", cache=tmp_path / "cache")
     assert (data.kind, len(data.rows), data.notices) == (kind, 2, ())
 
 

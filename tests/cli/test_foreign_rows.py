@@ -26,7 +26,7 @@ def said(who: str, what: str) -> dict[str, str]:
 
 
 def load(tmp_path: Path, *rows: dict[str, Any], method: Method = FINE_TUNING) -> tuple[list[dict[str, Any]], Any]:
-    data = load_data(str(write_jsonl(tmp_path / "a.jsonl", list(rows))), flag="--data", cache=tmp_path, method=method)
+    data = load_data([str(write_jsonl(tmp_path / "a.jsonl", list(rows)))], flag="--data", cache=tmp_path, method=method)
     return data.rows.to_list(), data
 
 
@@ -119,7 +119,7 @@ def test_is_what_trl_makes_of_it(tmp_path):
 def test_a_table_too(tmp_path):
     rows = [{"instruction": "u", "input": None, "output": "a", "id": 7}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    data = load_data(str(tmp_path / "a.parquet"), flag="--data", cache=tmp_path)
+    data = load_data([str(tmp_path / "a.parquet")], flag="--data", cache=tmp_path)
     assert data.rows.to_list() == [{"prompt": [USER], "completion": [ASSISTANT]}]
     assert data.notices == (ALPACA, "not used: id")
 

@@ -166,7 +166,7 @@ class TestFile:
         (folder / CONFIG).write_text("out: run\ndata: ~/train.txt\noutcore: {disk: ~/swap}\n")
         settings = resolve(folder / CONFIG, {"model": "m"}, [])
         assert settings.out == Path("run")
-        assert settings.data == os.path.expanduser("~/train.txt")
+        assert settings.data == (os.path.expanduser("~/train.txt"),)
         assert settings.budget.disk == (os.path.expanduser("~/swap"),)
 
 
@@ -238,7 +238,7 @@ class TestNames:
         [
             ("lr: 1e-4\nlearning_rate: 2e-4\n", [], {}, ["line 2: learning_rate", "0.0002", "0.0001", "line 1: lr"]),
             (None, ["learning_rate=1"], {"lr": 2.0}, ["--set learning_rate", "(--lr)", "remove one"]),
-            (None, ["seed=1", "seed=2"], {}, ["--set seed", "got 2 beside 1"]),
+            (None, ["seed=1", "seed=1"], {}, ["--set", "seed once", "seed=1 and seed=1"]),
             ("lora: {r: 8}\nlora.r: 4\n", [], {}, ["lora.r", "8", "4"]),
             ("precision: fp32\noutcore: {precision: bf16}\n", [], {}, ["'fp32'", "'bf16'"]),
             ("out: a\noutput_dir: b\n", [], {"out": None}, ["line 2: output_dir", "'a'", "'b'"]),
@@ -260,6 +260,10 @@ class TestNames:
         assert (settings.lora["r"], settings.lora["bias"]) == (16, "all")
         assert settings.model == "org/model"
         assert settings.budget == Budget(host="1GiB", disk="/b")
+
+    def test_data_may_be_a_list(self):
+        assert settle("data: [a, b]\n", data=None).data == ("a", "b")
+        assert settle("data: [a, b]\n", data=["c"]).data == ("c",)
 
     def test_a_length_on_the_command_line_replaces_the_other_kind(self):
         settings = settle("steps: 100\n", epochs=2)
@@ -300,6 +304,10 @@ class TestValues:
             ({"lora": -8}, ["--lora", "-8"]),
             ({"model": ""}, ["--model", "a name or a path", "''"]),
             ({"data": " "}, ["--data", "a name or a path"]),
+            ({"data": []}, ["--data", "a name or a path, or a list of these"]),
+            ({"data": ["a", "b:2"]}, ["--data 'a'", "expected a weight, as 'b' has one", "give all of them a weight"]),
+            ({"data": ["a:0"]}, ["--data 'a:0'", "a weight above 0 after the colon, but got '0'"]),
+            ({"data": ["a:nan"]}, ["a weight above 0 after the colon, but got 'nan'"]),
             ({"out": "a\0b"}, ["--out", "a name or a path"]),
             ({"report_to": "wandbb"}, ["--report-to", "'wandbb'", "'wandb'?", "one of 16 words"]),
             ({"report_to": "clearml"}, ["--report-to", "installed", "'clearml'"]),
@@ -610,7 +618,7 @@ class TestRun:
 
     def test_the_least(self):
         settings = settle()
-        assert (settings.model, settings.data, settings.out) == ("org/model", "train.jsonl", Path("run"))
+        assert (settings.model, settings.data, settings.out) == ("org/model", ("train.jsonl",), Path("run"))
         assert (settings.eval_data, settings.lora, settings.plan, settings.device) == (None, None, None, None)
         assert (settings.precision, settings.budget) == ("bf16", Budget())
         assert (settings.resume, settings.dry_run, settings.trace) == (False, False, None)
@@ -634,7 +642,7 @@ class TestRun:
             "save_total_limit": 1, "seed": 7, "report_to": "none",
         }  # fmt: skip
         assert expected.items() <= settings.training.items()
-        assert (settings.precision, settings.eval_data, settings.plan) == ("fp32", "e.jsonl", Path("plan.json"))
+        assert (settings.precision, settings.eval_data, settings.plan) == ("fp32", ("e.jsonl",), Path("plan.json"))
         assert settings.budget == Budget(device="1GiB", host="2GiB", disk=["/a", "/b"])
         assert settings.resume
         assert settings.dry_run

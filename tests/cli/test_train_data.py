@@ -6,6 +6,7 @@ import csv
 import errno
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from outcore.cli.train.data import readers
 from outcore.cli.train.data.load import Data, load_data
+from outcore.cli.train.data.sources import shares, sources_of
 from outcore.cli.train.model.byte_tokenizer import END, TURN, byte_tokenizer
 from outcore.core.errors import ConfigError
 
@@ -49,7 +51,7 @@ def parquet(path: Path, *rows: dict[str, Any]) -> Path:
 
 
 def load(path: Path, cache: Path | None = None):
-    return load_data(str(path), flag="--data", cache=cache or path.parent / "cache")
+    return load_data([str(path)], flag="--data", cache=cache or path.parent / "cache")
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -155,6 +157,45 @@ class TestKinds:
         (folder / "d.txt").symlink_to(tmp_path / "elsewhere.txt")
         assert [row["text"] for row in load(folder, tmp_path / "cache").rows] == ["1", "2", "3", "4"]
 
+    def test_several_follow_one_another(self, tmp_path: Path):
+        (tmp_path / "b.txt").write_text("b")
+        (tmp_path / "a.jsonl").write_text(jsonl({"text": "a"}, {"text": "c"}))
+        data = load_data([str(tmp_path / n) for n in ("b.txt", "a.jsonl")], flag="--data", cache=tmp_path / "cache")
+        assert [row["text"] for row in data.rows] == ["b", "a", "c"]
+        assert data.sources == (f"{tmp_path}/b.txt: 1 rows", f"{tmp_path}/a.jsonl: 2 rows")
+
+    def test_weights_draw_rows_by_the_seed_alone(self, tmp_path: Path):
+        names = []
+        for name, count, weight in (("a", 30, 1), ("b", 10, 3)):
+            (tmp_path / name).with_suffix(".jsonl").write_text(jsonl(*({"text": f"{name}{n}"} for n in range(count))))
+            names.append(f"{tmp_path}/{name}.jsonl:{weight}")
+
+        def draw(seed: int) -> list[str]:
+            data = load_data(names, flag="--data", cache=tmp_path / "cache", seed=seed)
+            assert data.sources[1] == f"{tmp_path}/b.jsonl: 10 rows, 30 drawn (weight 3)"
+            return [row["text"] for row in data.rows]
+
+        rows = draw(1)
+        times = Counter(rows)
+        assert [times[f"b{n}"] for n in range(10)] == 10 * [3]  # each once before any comes again
+        assert sorted(n for text, n in times.items() if text.startswith("a")) == 10 * [1]
+        assert draw(1) == rows != draw(2)
+
+    @pytest.mark.parametrize(
+        ("counts", "weights", "wanted"), [((60, 20), (1, 1), [40, 40]), ((5, 5, 1), (1, 1, 1), [4, 4, 3])]
+    )
+    def test_rows_are_shared_out_by_weight(self, counts, weights, wanted):
+        assert shares(counts, weights) == wanted
+
+    def test_a_path_may_look_like_a_weight(self, tmp_path: Path):
+        (tmp_path / "a:2.txt").write_text("one")
+        (tmp_path / "a:2.txt").rename(tmp_path / "a.txt:2")
+        (tmp_path / "a.txt").write_text("other")
+        assert sources_of([f"{tmp_path}/a.txt:2"]) == [(f"{tmp_path}/a.txt:2", None)]
+        assert sources_of([f"{tmp_path}/a.txt:3"]) == [(f"{tmp_path}/a.txt", 3.0)]
+        assert sources_of(["org/corpus:test", "org/corpus"]) == [("org/corpus:test", None), ("org/corpus", None)]
+        assert sources_of(["org/corpus:test:2"]) == [("org/corpus:test", 2.0)]
+
     def test_hub_data_set_from_the_cache(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
         write_hub_cache("owner___name", "main", {"train": ["a", "b"], "test": ["c"]})
         for name, texts in {
@@ -162,7 +203,7 @@ class TestKinds:
             "owner/name:test": ["c"],
             "owner/name:main:train[1:]": ["b"],
         }.items():
-            data = load_data(name, flag="--data", cache=tmp_path / "cache")
+            data = load_data([name], flag="--data", cache=tmp_path / "cache")
             assert [row["text"] for row in data.rows] == texts
             assert data.notices == ("not used: label",)
             assert Path(data.rows.cache_files[0]["filename"]).is_relative_to(tmp_path)
@@ -479,27 +520,41 @@ class TestRefusals:
         assert "\n" not in said
         assert sorted(tmp_path.rglob("*")) == before
 
+    @pytest.mark.parametrize(
+        ("names", "says"),
+        [
+            (["{}/a.txt", "{}/empty.txt"], "empty.txt': expected at least one row"),
+            (["{}/a.txt:1e6", "{}/b.txt:1"], "b.txt': expected a weight that draws some of 2 rows, but 1 draws none"),
+        ],
+    )
+    def test_one_of_several_gives_nothing(self, tmp_path: Path, names: list[str], says: str):
+        for name, text in (("a", "one"), ("b", "two"), ("empty", "")):
+            (tmp_path / f"{name}.txt").write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            load_data([name.format(tmp_path) for name in names], flag="--data", cache=tmp_path / "cache")
+        assert not (tmp_path / "cache").exists()
+
     def test_nothing_named(self, tmp_path: Path):
         with pytest.raises(ConfigError, match="--eval-data '': expected a file"):
-            load_data("", flag="--eval-data", cache=tmp_path / "cache")
+            load_data([""], flag="--eval-data", cache=tmp_path / "cache")
 
     @pytest.mark.parametrize("name", ["owner/name", "owner/name:test", "name"])
     def test_unknown_data_set(self, tmp_path: Path, name: str):
         with pytest.raises(ConfigError, match=f"^--data '{name}': expected a file or directory here, or the ID"):
-            load_data(name, flag="--data", cache=tmp_path / "cache")
+            load_data([name], flag="--data", cache=tmp_path / "cache")
         assert os.listdir(tmp_path) == []
 
     def test_unknown_split_and_config(self, tmp_path: Path):
         write_hub_cache("owner___name", "main", {"train": ["a"]})
         for name, said in {"owner/name:nope": "nope", "owner/name:other:train": "Available configs"}.items():
             with pytest.raises(ConfigError, match=f"^--data '{name}': expected .*{said}"):
-                load_data(name, flag="--data", cache=tmp_path / "cache")
+                load_data([name], flag="--data", cache=tmp_path / "cache")
 
     def test_local_folder_has_no_splits(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "corpus").mkdir()
         with pytest.raises(ConfigError, match="'corpus:test': expected a file or a directory"):
-            load_data("corpus:test", flag="--data", cache=tmp_path / "cache")
+            load_data(["corpus:test"], flag="--data", cache=tmp_path / "cache")
 
     def test_unreadable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         def refused(path: Path, *_: object, **__: object) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from outcore.cli.command import CommandLine
 from outcore.cli.files import refuse_unwritable
 from outcore.cli.plan.second import Second
 from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from outcore.cli.plan.answer import Question as Asked
     from outcore.cli.train.crew import Crew
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = CommandLine(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _show_version(value: bool) -> None:  # noqa: FBT001 (Typer calls it)
@@ -271,7 +272,7 @@ def _add(method: Method, hints: Mapping[str, Any], text: str) -> None:
     app.command(method.command, cls=options.TrainCommand, help=text, no_args_is_help=True)(command)
 
 
-checkpoints = typer.Typer(no_args_is_help=True, help="List, check and remove checkpoints.")
+checkpoints = CommandLine(no_args_is_help=True, help="List, check and remove checkpoints.")
 app.add_typer(checkpoints, name="checkpoint")
 _Directory = Annotated[Path, typer.Argument(help="Folder of checkpoints.")]
 

@@ -44,20 +44,25 @@ class RunData:
     evaluation: Data | None
 
     @classmethod
-    def load(cls, settings: Settings, cache: Path) -> Self:
+    def load(cls, settings: Settings, cache: Path, seed: int) -> Self:
         """Load and check the data, and warn of what was left out.
+
+        Args:
+            settings: Settings of the run.
+            cache: Directory for the data.
+            seed: Of what is drawn by weight.
 
         Raises:
             ConfigError: Data cannot be used, or training and evaluation data are of different kinds.
         """
         method, evaluation = settings.method, None
-        training = load_data(settings.data, flag="--data", cache=cache, method=method)
+        training = load_data(settings.data, flag="--data", cache=cache, method=method, seed=seed)
         if settings.eval_data is not None:
-            evaluation = load_data(settings.eval_data, flag="--eval-data", cache=cache, method=method)
+            evaluation = load_data(settings.eval_data, flag="--eval-data", cache=cache, method=method, seed=seed)
             if evaluation.kind != training.kind:
                 raise ConfigError(
-                    f"--eval-data '{settings.eval_data}': expected rows of {training.kind}, as in --data, but got "
-                    f"{evaluation.kind}; name data of that kind"
+                    f"--eval-data '{', '.join(settings.eval_data)}': expected rows of {training.kind}, as in --data, "
+                    f"but got {evaluation.kind}; name data of that kind"
                 )
         for notice in (*training.notices, *(() if evaluation is None else evaluation.notices)):
             warnings.warn(notice, stacklevel=1)
@@ -140,10 +145,11 @@ class Job:
         Raises:
             ConfigError: The data cannot be used, or not with this tokenizer.
         """
-        data = RunData.load(self.settings, cache)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        data = RunData.load(self.settings, cache, seed)
         if data.training.is_conversational and self.tokenizer.chat_template is None:
             raise ConfigError(
-                f"--data '{self.settings.data}': expected a tokenizer with a chat template, since its rows are "
+                f"--data '{self.settings.data_name}': expected a tokenizer with a chat template, since its rows are "
                 f"messages, but that of '{self.settings.model}' has none; give one with --set "
                 "chat_template_path=FILE.jinja, for instance that of a chat version of this model, or train on text"
             )
@@ -151,7 +157,7 @@ class Job:
         if self.settings.training.get("completion_only_loss") and kind != "prompt_completion":
             raise ConfigError(
                 f"completion_only_loss: expected rows of prompt and completion, but those of --data "
-                f"'{self.settings.data}' are {kind}; leave it out"
+                f"'{self.settings.data_name}' are {kind}; leave it out"
             )
         return data
 

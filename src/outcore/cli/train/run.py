@@ -248,9 +248,9 @@ def _trainer(
         trainer = job.trainer(data, () if run is None else (run.preemption, run.report))
     try:
         length = Length.of(trainer)
-        trainer.record = record.with_data(job.settings.data, trainer.train_dataset, trainer.args, length.steps)
+        trainer.record = record.with_data(job.settings.data_name, trainer.train_dataset, trainer.args, length.steps)
         trainer.preemption = None if run is None else run.preemption
-        _say_items(terminal, "Data", facts_of_data(trainer.record.data, length, trainer))
+        _say_items(terminal, "Data", facts_of_data(trainer.record.data, length, trainer, data.training.sources))
         yield trainer, length
     finally:
         trainer.end()

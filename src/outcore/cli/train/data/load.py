@@ -19,6 +19,7 @@ from datasets.exceptions import DatasetsError
 
 from outcore.cli.train.data.readers import SUFFIXES, find_files, read_records, without_nulls_inside
 from outcore.cli.train.data.records import COLUMNS, Kind, Record, Rows
+from outcore.cli.train.data.sources import Source, drawn, shares, sources_of
 from outcore.cli.train.methods import FINE_TUNING, Method
 from outcore.core.errors import ConfigError
 
@@ -38,39 +39,43 @@ class Data:
     """Whether rows hold lists of messages, so that a chat template is needed."""
     notices: tuple[str, ...]
     """What was renamed and what was left out, to be told once."""
+    sources: tuple[str, ...] = ()
+    """Rows of each source, in words; empty if all rows of a single one are there."""
 
 
-def load_data(name: str, *, flag: str, cache: Path, method: Method = FINE_TUNING) -> Data:
+def load_data(names: Sequence[str], *, flag: str, cache: Path, method: Method = FINE_TUNING, seed: int = 0) -> Data:
     """Load and check training or evaluation data.
 
     Args:
-        name: A .txt, .jsonl, .csv or .parquet file, a directory of them, or a data set on the hub: ``ID``,
-            ``ID:split`` or ``ID:config:split``.
+        names: Each a .txt, .jsonl, .csv or .parquet file, a directory of them, or a data set on the hub: ``ID``,
+            ``ID:split`` or ``ID:config:split``. Their rows follow one another. Or all end in ``:WEIGHT``: then as many
+            rows as they have together are drawn, of each by its weight.
         flag: What the user calls it (``--data``), for messages.
         cache: Directory for the data set, made if missing. What is on the hub is also in the hub's own cache; nothing
             is written anywhere else.
         method: What the rows are for.
+        seed: Of the draw.
 
     Raises:
         ConfigError: It cannot be used; ``cache`` is as before.
 
-    Memory: host, a few MiB, or one row where that is more.
+    Memory: host, a few MiB, or one row where that is more; a few words for each row that is drawn.
     """
     datasets.disable_progress_bars()  # of this data set, and of what TRL makes of it
     try:
-        with _new_folder(name, cache) as folder:
-            return _build(name, folder, method)
+        sources = sources_of(names)
+        with _new_folder(sources[0].name, cache) as folder:
+            return _build(sources, folder, method, seed)
     except ConfigError as error:
         raise ConfigError(f"{flag} {error}") from error
 
 
-def _build(name: str, folder: Path, method: Method) -> Data:
-    checked = Rows(method)
-    rows = (row for record in _records(name) if (row := checked.check(record)) is not None)
-    first = next(rows, None)
-    if first is None or checked.first is None:
-        left_out = "".join(f"; {notice}" for notice in checked.notices())
-        raise ConfigError(f"'{name}': expected at least one row with some text, but got none{left_out}")
+def _build(sources: Sequence[Source], folder: Path, method: Method, seed: int) -> Data:
+    checked, counts = Rows(method), list[int]()
+    rows = _rows(sources, checked, counts)
+    first = next(rows)
+    if checked.first is None:
+        raise AssertionError("a row has a form")
     form = checked.first[1]
     file = folder / "rows.arrow"
     # Dataset.from_generator would hold 1000 rows in memory, of any size, and guess the types from the first of them.
@@ -81,7 +86,42 @@ def _build(name: str, folder: Path, method: Method) -> Data:
     data = datasets.Dataset.from_file(str(file))
     unneeded = [column for column in ("tools", "chat_template_kwargs") if column in data.column_names]
     data = data.remove_columns([column for column in unneeded if column not in checked.used])
-    return Data(data, form.kind, form.is_conversational, checked.notices())
+    data, said = _drawn(data, sources, counts, seed)
+    return Data(data, form.kind, form.is_conversational, checked.notices(), said)
+
+
+def _rows(sources: Sequence[Source], checked: Rows, counts: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all sources. Args: counts: Gets the number of rows of each."""
+    for source in sources:
+        counts.append(0)
+        for record in _records(source.name):
+            if (row := checked.check(record)) is not None:
+                counts[-1] += 1
+                yield row
+        if not counts[-1]:
+            left_out = "".join(f"; {notice}" for notice in checked.notices())
+            raise ConfigError(f"'{source.name}': expected at least one row with some text, but got none{left_out}")
+
+
+def _drawn(
+    data: datasets.Dataset, sources: Sequence[Source], counts: Sequence[int], seed: int
+) -> tuple[datasets.Dataset, tuple[str, ...]]:
+    """Draw rows by weight, if there are weights. Returns: The rows, and how many of each source they are, in words."""
+    weights = [source.weight for source in sources if source.weight is not None]
+    said = [f"{source.name}: {count:,} rows" for source, count in zip(sources, counts, strict=True)]
+    if not weights:
+        return data, tuple(said) if len(said) > 1 else ()
+    wanted = shares(counts, weights)
+    for source, want in zip(sources, wanted, strict=True):
+        if not want:
+            raise ConfigError(
+                f"'{source.name}': expected a weight that draws some of {len(data):,} rows, but {source.weight:g} "
+                "draws none; give it more, or leave it out"
+            )
+    drawn_by_weight = zip(said, wanted, weights, strict=True)
+    return data.select(drawn(counts, wanted, seed)), tuple(
+        f"{text}, {want:,} drawn (weight {weight:g})" for text, want, weight in drawn_by_weight
+    )
 
 
 def _batches(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, list[Any]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -59,10 +59,11 @@ def facts_of_model(job: Job) -> dict[str, str]:
     return said | {"disk budget": disk}
 
 
-def facts_of_data(content: Content, length: Length, trainer: Any) -> dict[str, str]:
-    """Return rows, tokens and steps: name -> text."""
+def facts_of_data(content: Content, length: Length, trainer: Any, sources: Sequence[str]) -> dict[str, str]:
+    """Return rows, tokens and steps: name -> text. Args: sources: What each of several sources gives."""
     packed = ", packed" if getattr(trainer.args, "packing", False) else ""
     said = {
+        **({"from": "; ".join(sources)} if sources else {}),
         "rows": f"{content.rows:,}{packed}, {content.tokens:,} tokens",
         "an epoch": f"{length.steps_per_epoch:,} steps",
         "a step": f"{content.tokens / length.steps_per_epoch:,.0f} tokens on average",

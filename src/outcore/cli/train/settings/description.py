@@ -15,7 +15,7 @@ from outcore.cli.train.settings.schema import DEFAULTS
 def describe(settings: Settings) -> dict[str, str]:
     """Say what a run will do: all that was set, and the defaults that matter. Name -> text, in reading order."""
     values = dict(defaults(settings.method)) | dict(settings.training)
-    said = {"model": settings.model, "data": settings.data, "out": str(settings.out)}
+    said = {"model": settings.model, "data": settings.data_name, "out": str(settings.out)}
     said |= _said_of_training(settings, values)
     said |= {
         "LoRA": "off, all weights are trained" if settings.lora is None else _list(settings.lora),
@@ -72,7 +72,7 @@ def _said_of_training(settings: Settings, values: Mapping[str, Any]) -> dict[str
     evaluation = "off"
     if settings.eval_data is not None:
         every = _interval(values["eval_strategy"], values["eval_steps"])
-        evaluation = f"{settings.eval_data}, {every}, batches of {values['per_device_eval_batch_size']}"
+        evaluation = f"{', '.join(settings.eval_data)}, {every}, batches of {values['per_device_eval_batch_size']}"
     checkpoints = _interval(values["save_strategy"], values["save_steps"])
     if settings.save_every_minutes is not None:
         often = f"every {settings.save_every_minutes:g} minutes"

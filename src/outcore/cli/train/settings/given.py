@@ -77,9 +77,15 @@ def from_assignments(assignments: Sequence[str]) -> list[Given]:
     """Read ``--set`` options. A value is YAML; what is not YAML is text.
 
     Raises:
-        ConfigError: One has no equals sign, or nothing before it.
+        ConfigError: One has no equals sign, or nothing before it, or a key stands twice.
     """
-    return [_assignment(text) for text in assignments]
+    found = [_assignment(text) for text in assignments]
+    keys = [given.key for given in found]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        said = " and ".join(text for text, key in zip(assignments, keys, strict=True) if key == twice)
+        raise ConfigError(f"--set: expected {twice} once, but got {said}; give it once")
+    return found
 
 
 def _assignment(assignment: str) -> Given:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+
+from outcore.cli.command import Command
 
 _TRAIN_ROWS = """Fine-tune or pre-train a language model that does not fit, with TRL's SFTTrainer.
 
@@ -95,7 +96,7 @@ DPO_HELP = _HELP.format(
 _WHAT, _HOW, _WHERE, _OUTPUT = "Model and data", "Training", "Memory", "Output"
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(Command):
     """Accepts ``--resume`` alone or followed by ``auto``: Typer's own options take a value always or never."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -125,12 +126,17 @@ _SHARED: Mapping[str, Any] = {
     ),
     "data": _option(
         _WHAT,
-        "FILE|DIR|ID",
+        "FILE[:WEIGHT]|DIR|ID",
         "A .txt, .jsonl, .csv or .parquet file, a directory of them, or a data set on the hub as ID, ID:split or "
-        "ID:config:split. Its contents are described above.",
+        "ID:config:split. Its contents are described above. Repeat it for more: all rows in this order, or with a "
+        "weight for each, as many rows as there are, drawn by weight.",
+        kind=list[str],
     ),
     "eval_data": _option(
-        _WHAT, "FILE|DIR|ID", "Data to evaluate on, every --save-every (or eval_steps) steps, else after every epoch."
+        _WHAT,
+        "FILE|DIR|ID",
+        "Data to evaluate on, every --save-every (or eval_steps) steps, else after every epoch; repeat it for more.",
+        kind=list[str],
     ),
     "lora": _option(_WHAT, "RANK", "Train LoRA adapters of this rank in all linear layers, not the weights."),
     "load_in_4bit": _option(

@@ -26,7 +26,14 @@ def _named(text: Any) -> Any:
     return text
 
 
+def _listed(names: Any) -> Any:
+    if not names or not isinstance(names, str | list):
+        raise PydanticCustomError("name", "Input should be a name or a path, or a list of these")
+    return [names] if isinstance(names, str) else names
+
+
 Name = Annotated[str, BeforeValidator(_named), AfterValidator(os.path.expanduser)]
+Names = Annotated[list[Name], BeforeValidator(_listed), AfterValidator(tuple)]
 File = Annotated[Path, BeforeValidator(_named), AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 
 
@@ -35,9 +42,10 @@ class RunOptions:
     """What the commands decide besides TRL's settings."""
 
     model: Name
-    data: Name
+    data: Names
+    """As given: files, directories and data sets, each perhaps with a weight."""
     out: File
-    eval_data: Name | None = None
+    eval_data: Names | None = None
     precision: RunPrecision = "bf16"
     master_format: MasterFormat = "fp32"
     """Format of fp32 masters beside bf16 weights."""

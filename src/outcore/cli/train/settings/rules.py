@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from outcore.cli.train.data.sources import sources_of
 from outcore.cli.train.methods import Method
 from outcore.cli.train.settings.fields import Setting
 from outcore.cli.train.settings.given import shown
@@ -152,15 +153,22 @@ def _refuse_output_among_data(settings: Mapping[str, Setting]) -> None:
     path = os.path.realpath(out.value)
     for flag in ("data", "eval_data"):
         data = settings.get(f"outcore.{flag}")
-        if data is None or data.value is None or not os.path.isdir(data.value):
-            continue
-        below = os.path.relpath(path, os.path.realpath(data.value)).split(os.sep)
-        # The folder itself is "." and one outside begins with ".."; a hidden folder is not read.
-        if below == ["."] or not any(name.startswith(".") for name in below):
-            raise ConfigError(
-                f"{out.where}: expected a folder outside of --{flag.replace('_', '-')} '{data.value}', all files "
-                f"in which are read as data, but got '{out.value}'; name another"
-            )
+        for name in () if data is None or data.value is None else _names_of(data):
+            below = os.path.relpath(path, os.path.realpath(name)).split(os.sep)
+            # The folder itself is "." and one outside begins with ".."; a hidden folder is not read.
+            if os.path.isdir(name) and (below == ["."] or not any(part.startswith(".") for part in below)):
+                raise ConfigError(
+                    f"{out.where}: expected a folder outside of --{flag.replace('_', '-')} '{name}', all files "
+                    f"in which are read as data, but got '{out.value}'; name another"
+                )
+
+
+def _names_of(data: Setting) -> list[str]:
+    """Return what data is read from. Raises: ConfigError: Its weights cannot be used."""
+    try:
+        return [source.name for source in sources_of(data.value)]
+    except ConfigError as error:
+        raise ConfigError(f"{data.where} {error}") from error
 
 
 def _optimizer(args: Any) -> Any:

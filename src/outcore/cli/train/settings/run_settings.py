@@ -42,6 +42,11 @@ class Settings(RunOptions):
     """How the base under adapters is quantised; None: it is not."""
     budget: Budget
 
+    @property
+    def data_name(self) -> str:
+        """What the run trains on, in one text."""
+        return ", ".join(self.data)
+
 
 def resolve(
     config: Path | None, flags: Mapping[str, Any], assignments: Sequence[str], method: Method = FINE_TUNING
