@@ -27,7 +27,7 @@ from outcore.planning.search.job import Job
 from outcore.planning.search.looks import Simulated
 from outcore.planning.search.search import search
 from outcore.planning.search.wear import WORTH, takes_more
-from outcore.planning.timing.known_hardware import known_hardware
+from outcore.planning.timing.known_hardware import NO_TIMES, named_hardware
 from outcore.planning.timing.rates import Rates
 from outcore.planning.timing.simulate import Simulation, simulate, steps_until_settled
 from outcore.probe.kept import Machine
@@ -38,8 +38,6 @@ from outcore.spec.plan import Plan
 
 NamedHardware = Hardware | str | Path
 """A machine, a file that describes one, or the names of common parts."""
-NO_TIMES = "none"
-"""Given in place of a machine: plans are made without times, and nothing is measured."""
 
 
 class Loop(NamedTuple):
@@ -208,21 +206,3 @@ def _at_hand(machine: Machine, *, may_measure: bool) -> Hardware | None:
             f"the plan was made without predicted times, since this machine cannot be measured: {error}", stacklevel=2
         )
         return None
-
-
-def named_hardware(named: str | Path) -> Hardware:
-    """Return a machine by its file or by the names of its parts.
-
-    Raises:
-        ConfigError: There is no such machine.
-    """
-    is_file = isinstance(named, Path) or named.endswith(".json") or Path(named).is_file()
-    try:
-        return Hardware.load(named) if is_file else known_hardware(str(named))
-    except ConfigError as error:
-        if Path(named).is_dir():  # a folder may also have the name of a part
-            raise ConfigError(
-                f"hardware: expected a JSON file, or names of parts, but '{named}' is a folder; name its file"
-            ) from error
-        advice = "; correct the file, or measure the machine again with outcore probe" if is_file else ""
-        raise ConfigError(f"{error}{advice}") from error

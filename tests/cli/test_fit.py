@@ -10,7 +10,8 @@ import pytest
 from outcore import forecast
 from outcore.cli.plan import fit
 from outcore.cli.plan import known as known_models
-from outcore.cli.plan.answer import Question, answer
+from outcore.cli.plan.answer import answer
+from outcore.cli.plan.question import Question
 from outcore.cli.train.model.source import build_model
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.spec.hardware import Hardware

@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from outcore.cli import main as cli
+from outcore.cli.start import Loading
 from outcore.cli.train.output.notices import notices
 from outcore.core.errors import ConfigError, DiskError, PlanInfeasibleError
 
@@ -50,6 +51,57 @@ def test_help_needs_no_torch(command, option):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert option in done.stdout
     assert done.stdout.splitlines()[-1] == "light"
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("plan --model gpt2 --device-memory 3XB", "--device-memory: expected bytes"),
+        ("plan --model no/such/model", "--model 'no/such/model': expected a directory"),
+        ("plan --model config.json", "--model 'config.json': expected JSON"),
+        ("plan --model gpt2 --hardware rtx-409", "the nearest is 'rtx-4090'"),
+        ("plan --model gpt2 --load-in-4bit", "--load-in-4bit: expected --lora RANK"),
+        ("plan --fit --precision bf15", "--precision: expected one of"),
+        ("plan --model gpt2 --seq 3", "--seq"),
+        ("train --model gpt2 --out o", "but got no --data"),
+        ("train run.yaml --model no/such/model --data model.json", "--model 'no/such/model': expected a directory"),
+        ("train run.yaml", "--data 'nowhere.jsonl': expected a file or a directory, but there is none"),
+        ("dpo run.yaml --data model.json --host-memory 3XB", "--host-memory: expected bytes"),
+        ("train run.yaml --data model.json --hardware rtx-409", "the nearest is 'rtx-4090'"),
+        ("train run.yaml --data model.json --plan nowhere.json", "nowhere.json"),
+        ("train run.yaml --data model.json --set outcore.device_memory=3XB", "--set outcore.device_memory: expected"),
+    ],
+)
+def test_what_needs_no_torch_is_refused_without_it(tmp_path, typed, says):
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "run.yaml").write_text("data: nowhere.jsonl\nout: run\noutcore: {host_memory: 1GiB}\n")
+    (tmp_path / "model.json").write_text("{}")
+    model = [] if "--model" in typed or typed.startswith("plan") else ["--model", "model.json"]
+    code = (
+        "import sys\n"
+        "from outcore.cli.start import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: print(stop.code, {'torch', 'transformers'} & sys.modules.keys() or 'light')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *typed.split(), *model],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert says in done.stderr
+    assert done.stdout == "2 light\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.json", "run.yaml"}
+
+
+def test_loading_torch_is_said_once_by_the_first_rank(monkeypatch, capsys):
+    for rank, said in (("0", "outcore train: loading PyTorch\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        loading = Loading("outcore train")
+        assert [loading.find_spec(name) for name in ("json", "torch.nn", "torch", "torch")] == 4 * [None]
+        assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from outcore.cli.plan.answer import Answer, Question, answer
+from outcore.cli.plan.answer import Answer, answer
 from outcore.cli.plan.page import facts_of, page
+from outcore.cli.plan.question import Question
 from outcore.cli.plan.text import to_text
 
 from .browser import Page, browsing, find_browser

@@ -12,13 +12,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
 from outcore.api import plan_for
 from outcore.cli.plan import answer as planning
-from outcore.cli.plan.answer import Question, answer
-from outcore.cli.train.model import source
+from outcore.cli.plan.answer import answer
+from outcore.cli.plan.question import Question
 from outcore.cli.train.model.source import build_model, find_model
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
@@ -451,7 +452,7 @@ def test_from_the_hub_only_the_configuration_is_fetched(config_json: Path, monke
         asked_for.append((name, allow_patterns))
         return str(config_json.parent)
 
-    monkeypatch.setattr(source, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     found = answer(asked(Path("owner/name"), Path("rtx-4090")))
     assert asked_for == [("owner/name", ["config.json"])]
     assert len(found.spec.units) == 4
@@ -461,7 +462,7 @@ def test_well_known_models_need_no_hub(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object, **__: object) -> str:
         raise AssertionError("nothing is to be fetched")
 
-    monkeypatch.setattr(source, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     built = []
     monkeypatch.setattr(planning, "answer_for", lambda asked, found, *others: built.append(found))
     answer(asked(Path("meta-llama/Llama-3.1-8B"), Path("rtx-4090")))

@@ -428,7 +428,7 @@ def test_resuming_with_another_model(command: Run, world: World, tmp_path: Path)
     assert command("train", *typed).status == 0
     write_json(tmp_path / "config.json", {**CONFIG, "intermediate_size": 64})
     before = snapshot(tmp_path)
-    assert_one_message(command("train", *typed, "--resume", "--steps", "4"), "checkpoint-2")
+    assert_one_message(command("train", *arguments({"--steps": "4"}, world), "--resume"), "checkpoint-2")
     assert snapshot(tmp_path) == before
 
 

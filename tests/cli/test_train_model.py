@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import outcore
-from outcore.cli.train.model import source as model_module
 from outcore.cli.train.model.byte_tokenizer import END, PAD, TURN, byte_tokenizer
 from outcore.cli.train.model.source import ModelSource, build_model, find_model, load_tokenizer
 from outcore.core.errors import ConfigError
@@ -263,7 +262,7 @@ class TestHub:
         def refuse(*_: object, **__: object) -> None:
             raise error.__new__(error, "the\nreason")  # its constructor needs a response
 
-        monkeypatch.setattr(model_module, "snapshot_download", refuse)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
         with pytest.raises(ConfigError, match=re.escape(said)):
             find_model("owner/name")
 

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from outcore.cli.plan.answer import Answer, Question, answer_for, machine_for
+from outcore.cli.plan.answer import Answer, answer_for, machine_for
 from outcore.cli.plan.known import known_models
+from outcore.cli.plan.question import Question
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planning.homes.placement import place
 from outcore.planning.homes.reservations import tier_bytes

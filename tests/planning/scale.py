@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outcore.cli.plan.answer import Answer, Question, answer_for
+from outcore.cli.plan.answer import Answer, answer_for
+from outcore.cli.plan.question import Question
 from outcore.cli.train.model.source import find_model
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes

@@ -26,9 +26,10 @@ from outcore.cli.train.settings import options
 from outcore.core.collecting import rarely_collecting
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.core.extra import TRAINING, refuse_missing
+from outcore.core.ranks import launched
 
 if TYPE_CHECKING:
-    from outcore.cli.plan.answer import Question as Asked
+    from outcore.cli.plan.question import Question
     from outcore.cli.train.crew import Crew
 
 app = CommandLine(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -155,34 +156,43 @@ def plan(  # noqa: PLR0913 (one option each)
         )
     if fit and (out is not None or html is not None):
         raise ConfigError("--fit: expected it without --out and --html, which are for one model; leave them out")
+    from outcore.cli.plan.question import Question  # all that it refuses is refused before torch is imported
+
+    asked = Question(
+        model=model or "",
+        hardware=hardware,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        grad_accum=grad_accum,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        precision=precision,
+        optim=optim,
+        master_format=master_format,
+        clipping=clipping,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        disk_size=disk_size,
+        lora=lora,
+        load_in_4bit=load_in_4bit,
+        load_in_8bit=load_in_8bit,
+    )
+    _answer(asked, out, html, fit=fit, as_json=as_json)
+
+
+def _answer(asked: Question, out: Path | None, html: Path | None, *, fit: bool, as_json: bool) -> None:
+    asked.refuse_absent()
+    refuse_unwritable("--out", out)
+    refuse_unwritable("--html", html)
+    if out is not None and html is not None and os.path.realpath(out) == os.path.realpath(html):
+        raise ConfigError(f"--html: expected another file than --out, but got '{out}' for both; name two")
     from outcore.cli.train.output.notices import notices
 
     with rarely_collecting(), Second(starts=not fit) as second, notices():
-        from outcore.cli.plan.answer import Question  # within notices(): its libraries print while they are imported
-
-        asked = Question(
-            model=model or "",
-            hardware=hardware,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            grad_accum=grad_accum,
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            precision=precision,
-            optim=optim,
-            master_format=master_format,
-            clipping=clipping,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            disk_size=disk_size,
-            lora=lora,
-            load_in_4bit=load_in_4bit,
-            load_in_8bit=load_in_8bit,
-        )
         _fit(asked, as_json=as_json) if fit else _plan(asked, second, out, html, as_json=as_json)
 
 
-def _fit(asked: Asked, *, as_json: bool) -> None:
+def _fit(asked: Question, *, as_json: bool) -> None:
     from outcore.cli.plan import fit as fitting
     from outcore.cli.plan.known import known_models
 
@@ -190,14 +200,10 @@ def _fit(asked: Asked, *, as_json: bool) -> None:
     print(fitting.to_json(fitted) if as_json else fitting.to_text(fitted))
 
 
-def _plan(asked: Asked, second: Second, out: Path | None, html: Path | None, *, as_json: bool) -> None:
+def _plan(asked: Question, second: Second, out: Path | None, html: Path | None, *, as_json: bool) -> None:
     from outcore.cli.plan.answer import answer
     from outcore.cli.plan.text import to_json, to_text
 
-    refuse_unwritable("--out", out)
-    refuse_unwritable("--html", html)
-    if out is not None and html is not None and os.path.realpath(out) == os.path.realpath(html):
-        raise ConfigError(f"--html: expected another file than --out, but got '{out}' for both; name two")
     found = answer(asked, second.map if second.is_there else map)
     if out is not None:
         found.found.plan.save(out)
@@ -213,6 +219,10 @@ def _run(method: Method, given: Mapping[str, Any]) -> None:
     refuse_missing(*TRAINING)
     given = {name: value for name, value in given.items() if value not in (None, [], ())}
     flags = {name: value for name, value in given.items() if name not in ("config", "assignments", "nproc")}
+    if launched() is None:  # else the first rank speaks for all
+        from outcore.cli.train.settings.at_once import refuse_at_once
+
+        refuse_at_once(given.get("config"), flags, given.get("assignments", []))
     if "nproc" in given:
         from outcore.cli.train.spawn import num_processes, spawn
 

@@ -20,6 +20,7 @@ def main() -> None:
     except ConfigError as error:
         print(f"outcore: {error}", file=sys.stderr)
         sys.exit(2)
+    sys.meta_path.insert(0, Loading(" ".join(["outcore", *sys.argv[1:2]])))
     atexit.register(_end_of_plan, ended := list[object]())  # the first handler registered is the last one called
     from outcore.cli.main import main as run
 
@@ -30,6 +31,21 @@ def main() -> None:
             ended.append(status.code)
             gc.freeze()  # else Python, which collects often again from here on, would traverse all these objects
             raise
+
+
+class Loading:
+    """Says that a command is loading when it begins to import torch, which takes seconds. It finds no module itself."""
+
+    def __init__(self, command: str) -> None:
+        """Args: command: As it was typed."""
+        self._command: str | None = command if os.environ.get("RANK", "0") == "0" else None
+
+    def find_spec(self, name: str, *_: object) -> None:
+        """Look on as a module is imported."""
+        if name == "torch" and self._command is not None:
+            with suppress(OSError):  # nobody reads
+                print(f"{self._command}: loading PyTorch", file=sys.stderr, flush=True)
+            self._command = None
 
 
 def _is_plan() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,16 +16,15 @@ import torch
 
 from outcore.choice import Options, Placed, Planner, Timed
 from outcore.cli.plan.failing import refuse_failing, why_not_followed
-from outcore.cli.plan.known import known_models
+from outcore.cli.plan.known import known_named
+from outcore.cli.plan.question import Question
 from outcore.cli.train.model.adapters import with_adapters
-from outcore.cli.train.model.quantization import Quantization, quantization_of
 from outcore.cli.train.model.source import ModelSource, build_model, find_shapes, refuse_long
-from outcore.cli.train.settings.own import MOST_TOKENS, RunPrecision
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
 from outcore.device.device import ACCELERATOR_SHARE
 from outcore.device.opening import open_device, usual_device
-from outcore.forecast import NO_TIMES, Loop, hardware_for, token_batch
+from outcore.forecast import Loop, hardware_for, token_batch
 from outcore.integrations.optimizers import optimizer_named
 from outcore.optim.joined import members
 from outcore.optim.rules import rule_for
@@ -42,6 +40,7 @@ from outcore.planning.search.changes import Change, best_changes
 from outcore.planning.search.search import Found, explain
 from outcore.planning.search.setting import Setting
 from outcore.planning.timing.counted import counted_work
+from outcore.planning.timing.known_hardware import NO_TIMES
 from outcore.planning.timing.profile import Profile, UnitTimes, unit_work
 from outcore.planning.timing.ranks import Ranks
 from outcore.planning.timing.simulate import steps_until_settled
@@ -57,55 +56,6 @@ from outcore.together import among, fastest, of_a_node, sharings_over_links
 
 _DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
 """Default budgets as shares of a machine's memory: the rest is for the driver and for other programs."""
-_MOST_MICRO_BATCHES, _MOST_RANKS = 2**10, 2**14
-"""Limits of a question: more would take minutes and gigabytes to plan for, and no real run is so large."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A question to the planner, as the command line puts it."""
-
-    model: str
-    hardware: str | None
-    """File or names of parts; None: this machine."""
-    batch_size: int
-    seq_len: int
-    grad_accum: int
-    precision: str
-    clipping: bool
-    device_memory: str | None
-    host_memory: str | None
-    disk_size: str | None
-    optim: str = "adamw_torch"
-    """The optimizer, as training arguments name it."""
-    master_format: str = "fp32"
-    lora: int | None = None
-    """Rank of adapters; None: all weights are trained."""
-    load_in_4bit: bool = False
-    load_in_8bit: bool = False
-    nodes: int = 1
-    gpus_per_node: int = 1
-    """Ranks of a node. Batch and device memory are those of one rank, host memory and disk those of a node."""
-
-    def __post_init__(self) -> None:
-        tokens, ranks = self.batch_size * self.seq_len, self.nodes * self.gpus_per_node
-        for flags, number, most, of in (
-            ("--batch-size, --seq-len", tokens, MOST_TOKENS, "tokens in a micro-batch"),
-            ("--grad-accum", self.grad_accum, _MOST_MICRO_BATCHES, "micro-batches in a step"),
-            ("--nodes, --gpus-per-node", ranks, _MOST_RANKS, "ranks"),
-        ):
-            if number > most:
-                raise ConfigError(f"{flags}: expected at most {most:,} {of}, but got {number:,}; plan for fewer")
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that train together."""
-        return Ranks(self.nodes, self.gpus_per_node)
-
-    @property
-    def quantization(self) -> Quantization | None:
-        """How the base is quantised; None: it is not. Raises: ConfigError: It cannot be quantised so."""
-        return quantization_of(in_4bit=self.load_in_4bit, in_8bit=self.load_in_8bit, has_adapters=self.lora is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,8 +199,7 @@ def answer(question: Question, over: Callable[..., Iterable[Any]] = map) -> Answ
         ConfigError: An option that cannot be used.
         PlanInfeasibleError: The model does not fit; the error says what would do.
     """
-    is_there = os.path.lexists(os.path.expanduser(question.model))
-    known = None if is_there else next((each for each in known_models() if each.name == question.model), None)
+    known = known_named(question.model)
     source = find_shapes(question.model) if known is None else known.source
     return answer_for(question, source, machine_for(question), over)
 
@@ -259,7 +208,7 @@ def answer_for(
     question: Question, source: ModelSource, hardware: Hardware, over: Callable[..., Iterable[Any]] = map
 ) -> Answer:
     """Answer for a model and a machine that were found already. Raises: As ``answer``."""
-    precision = _precision(question.precision)
+    precision = cast("Precision", question.precision)
     limits = _limits(question, hardware)
     source = source.quantised(question.quantization, has_adapters=question.lora is not None)
     model = build_model(source, precision)
@@ -407,12 +356,6 @@ class _Asking:
 def _sharings(ranks: Ranks) -> list[Sharing]:
     """Return the ways in which several ranks may share weights."""
     return ["copy", *sharings_over_links(ranks)]
-
-
-def _precision(name: str) -> Precision:
-    if name not in get_args(RunPrecision):
-        raise ConfigError(f"--precision: expected one of {', '.join(get_args(RunPrecision))}, but got '{name}'")
-    return cast("Precision", name)
 
 
 def _limits(question: Question, hardware: Hardware) -> Limits:

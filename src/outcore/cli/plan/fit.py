@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outcore.cli.plan.answer import Answer, Question, answer_for, machine_for
+from outcore.cli.plan.answer import Answer, answer_for, machine_for
 from outcore.cli.plan.known import Known
+from outcore.cli.plan.question import Question
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes, format_rate
 from outcore.spec.plan import TIERS

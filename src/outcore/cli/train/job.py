@@ -24,12 +24,13 @@ from outcore.cli.train.output.report import Expected
 from outcore.cli.train.settings.own import MOST_TOKENS
 from outcore.cli.train.settings.run_settings import Settings
 from outcore.core.errors import ConfigError, DiskError
-from outcore.forecast import NO_TIMES, Loop, token_batch
+from outcore.forecast import Loop, token_batch
 from outcore.integrations.optimizers import optimizer_for
 from outcore.integrations.refusals import refuse_pieces
 from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.disk import DiskStore
 from outcore.planning.homes.table import plan_table
+from outcore.planning.timing.known_hardware import NO_TIMES
 from outcore.runtime.module_guard import is_guarded
 from outcore.spec.budget import Budget
 from outcore.spec.layout import CODES, lay_out_states

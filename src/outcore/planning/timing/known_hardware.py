@@ -10,10 +10,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from outcore.core.errors import ConfigError
 from outcore.spec.hardware import BusPart, DevicePart, DiskPart, Hardware, HostPart, LinksPart, NetworkPart
+
+NO_TIMES = "none"
+"""Given in place of a machine: plans are made without times, and nothing is measured."""
 
 GB, GIB, TB = 1e9, 2.0**30, 1e12
 TERA = 1e12
@@ -405,3 +409,21 @@ def known_hardware(name: str) -> Hardware:
     named: dict[str, Any] = {kind: found.get(kind) or usual[kind] for kind in kinds}
     chosen: dict[str, Any] = {kind: named[kind] and parts[named[kind]] for kind, parts in kinds.items()}
     return Hardware(name=name, **chosen)
+
+
+def named_hardware(named: str | Path) -> Hardware:
+    """Return a machine by its file or by the names of its parts.
+
+    Raises:
+        ConfigError: There is no such machine.
+    """
+    is_file = isinstance(named, Path) or named.endswith(".json") or Path(named).is_file()
+    try:
+        return Hardware.load(named) if is_file else known_hardware(str(named))
+    except ConfigError as error:
+        if Path(named).is_dir():  # a folder may also have the name of a part
+            raise ConfigError(
+                f"hardware: expected a JSON file, or names of parts, but '{named}' is a folder; name its file"
+            ) from error
+        advice = "; correct the file, or measure the machine again with outcore probe" if is_file else ""
+        raise ConfigError(f"{error}{advice}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,13 +16,12 @@ import datasets
 from datasets.arrow_writer import ArrowWriter
 from datasets.exceptions import DatasetsError
 
-from outcore.cli.train.data.readers import SUFFIXES, find_files, read_records, without_nulls_inside
+from outcore.cli.train.data.readers import find_files, read_records, without_nulls_inside
 from outcore.cli.train.data.records import COLUMNS, Kind, Record, Rows
-from outcore.cli.train.data.sources import Source, drawn, shares, sources_of
+from outcore.cli.train.data.sources import Source, drawn, hub_name, shares, sources_of
 from outcore.cli.train.methods import FINE_TUNING, Method
 from outcore.core.errors import ConfigError
 
-_HUB_NAME = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(:((?P<config>[\w.-]+):)?(?P<split>\w+(\[.*\])?))?")
 _BATCH_ROWS, _BATCH_BYTES = 1000, 2**22  # what is written at once, and so what is decoded at once later
 
 
@@ -155,9 +153,7 @@ def _records(name: str) -> Iterator[Record]:
 
 
 def _hub_records(name: str) -> Iterator[Record]:
-    found = _HUB_NAME.fullmatch(name)
-    if found is None or os.path.lexists(found["id"]) or Path(name).suffix in SUFFIXES:
-        raise ConfigError(f"'{name}': expected a file or a directory, but there is none; check the path")
+    found = hub_name(name)
     try:
         rows = datasets.load_dataset(found["id"], found["config"], split=found["split"] or "train")
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:

@@ -26,6 +26,7 @@ import pyarrow.parquet
 
 from outcore.cli.train.data.json_types import type_name
 from outcore.cli.train.data.records import COLUMNS, Record
+from outcore.cli.train.data.sources import SUFFIXES
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 
@@ -191,15 +192,9 @@ def _parquet(path: Path) -> Iterator[Record]:
         ) from error
 
 
-_READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
-    ".txt": _text,
-    ".jsonl": _jsonl,
-    ".csv": _csv,
-    ".parquet": _parquet,
-}
-
-SUFFIXES = tuple(_READERS)
-"""Suffixes of the files that can be read."""
+_READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = dict(
+    zip(SUFFIXES, (_text, _jsonl, _csv, _parquet), strict=True)
+)
 
 
 def _lines(path: Path, limit_bytes: int) -> Iterator[_Line]:

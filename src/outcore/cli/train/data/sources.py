@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outcore.core.errors import ConfigError
+
+SUFFIXES = (".txt", ".jsonl", ".csv", ".parquet")
+"""Suffixes of the files that can be read."""
+_HUB_NAME = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(:((?P<config>[\w.-]+):)?(?P<split>\w+(\[.*\])?))?")
 
 
 class Source(NamedTuple):
@@ -55,6 +61,24 @@ def _source(name: str) -> Source:
             "correct it"
         )
     return Source(path, weight)
+
+
+def refuse_absent(names: Sequence[str], flag: str) -> None:
+    """Refuse what is neither there nor the name of a data set on the hub. Raises: ConfigError: One of the names is."""
+    try:
+        for source in sources_of(names):
+            if not os.path.lexists(os.path.expanduser(source.name)):
+                hub_name(source.name)
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {error}") from error
+
+
+def hub_name(name: str) -> re.Match[str]:
+    """Take the name of a data set on the hub apart. Raises: ConfigError: It can be none."""
+    found = _HUB_NAME.fullmatch(name)
+    if found is None or os.path.lexists(found["id"]) or Path(name).suffix in SUFFIXES:
+        raise ConfigError(f"'{name}': expected a file or a directory, but there is none; check the path")
+    return found
 
 
 def shares(counts: Sequence[int], weights: Sequence[float]) -> list[int]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import json
-import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,9 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-from huggingface_hub.utils import validate_repo_id
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -34,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from outcore.cli.train.model.attention import with_attention
 from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
+from outcore.cli.train.model.place import CONFIG, Place, find_place, one_line, unreadable
 from outcore.cli.train.model.quantization import Quantization
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
@@ -41,12 +37,11 @@ from outcore.planning.units.kept import kept_in_fp32
 from outcore.saving.weights.quantize import quantized
 from outcore.spec.model import Precision
 
-_CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
+_GENERATION_CONFIG = "generation_config.json"
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _COUNTS = re.compile("(^n_layer|layers|blocks|experts)$")  # vision_feature_layer is an index
 _MOST = 10_000  # modules of a kind: more would take minutes and gigabytes to build, before anything is planned
 _UNUSED_POSITIONS = 2  # a table of OPT has two rows that no position uses
-_CONFIG_BYTES = 2**24  # a longer file is something else
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -125,28 +120,19 @@ def find_model(name: str, *, attention: str | None = None) -> ModelSource:
 
 def find_shapes(name: str) -> ModelSource:
     """Find a model without its weights, for planning: from the hub, only the configuration is fetched."""
-    return _found(name, (_CONFIG,), None)
+    return _found(name, (CONFIG,), None)
 
 
 def _found(name: str, fetched: Sequence[str], attention: str | None) -> ModelSource:
-    path = Path(os.path.expanduser(name))
-    if name.strip() and os.path.lexists(path):
-        is_bare = not path.is_dir()
-        config = path if is_bare else path / _CONFIG
-        source = str(path.absolute())
-    else:
-        path = _from_hub(name, fetched)
-        is_bare, config, source = False, path / _CONFIG, name
+    place = find_place(name, fetched)
+    folder = place.config.parent
     try:
-        loaded = _load_config(name, config, source)
-        weights = None if is_bare or fetched is not _FETCHED else _find_weights(name, path)
+        loaded = _load_config(name, place)
+        weights = None if place.is_bare or fetched is not _FETCHED else _find_weights(name, folder)
     except OSError as error:
-        raise ConfigError(
-            f"--model '{name}': expected readable files, but got: {error.strerror or error} "
-            f"({error.filename or config})"
-        ) from error
+        raise unreadable(name, error, place.config) from error
     said = getattr(loaded, "quantization_config", None)
-    return ModelSource(name, loaded, weights, config.parent, attention, said and Quantization.stored_as(said))
+    return ModelSource(name, loaded, weights, folder, attention, said and Quantization.stored_as(said))
 
 
 def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
@@ -176,7 +162,7 @@ def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
     except Exception as error:  # a constructor may raise anything for numbers that do not fit together
         raise ConfigError(
             f"{where}: expected a configuration that a {source.config.model_type} model can be built from, but "
-            f"building it fails: {_one_line(error)}; correct {_CONFIG}"
+            f"building it fails: {one_line(error)}; correct {CONFIG}"
         ) from error
     if source.attention is not None:
         model = with_attention(source.attention, build)
@@ -189,7 +175,7 @@ def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
             model.generation_config = GenerationConfig.from_pretrained(source.folder, local_files_only=True)
         except Exception as error:  # as above
             raise ConfigError(
-                f"{where}: expected generation settings in {_GENERATION_CONFIG}, but got: {_one_line(error)}; correct "
+                f"{where}: expected generation settings in {_GENERATION_CONFIG}, but got: {one_line(error)}; correct "
                 "or remove it"
             ) from error
     return model
@@ -238,7 +224,7 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # parsers of many formats
             raise ConfigError(
-                f"{where}: expected a tokenizer in '{source.folder}', but loading it fails: {_one_line(error)}; fetch "
+                f"{where}: expected a tokenizer in '{source.folder}', but loading it fails: {one_line(error)}; fetch "
                 "its files again, or remove them to train on bytes"
             ) from error
     else:
@@ -256,7 +242,7 @@ def load_tokenizer(
     needed, given = max(vocabulary.values()) + 1, source.config.get_text_config().vocab_size
     if needed > given:
         raise ConfigError(
-            f"{where}: expected a vocab_size of at least {needed}, which its tokenizer needs, but {_CONFIG} has "
+            f"{where}: expected a vocab_size of at least {needed}, which its tokenizer needs, but {CONFIG} has "
             f"{given}; {'raise it' if source.weights is None else 'use the tokenizer that the model was trained with'}"
         )
     tokenizer.eos_token = end
@@ -275,55 +261,15 @@ def _read_template(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template_path: expected text in '{file}', but got: {_one_line(error)}") from error
+        raise ConfigError(f"chat_template_path: expected text in '{file}', but got: {one_line(error)}") from error
 
 
-def _from_hub(name: str, fetched: Sequence[str]) -> Path:
-    """Fetch a model's files into the hub's cache, or find them there."""
-    where = f"--model '{name}'"
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise ConfigError(
-            f"{where}: expected a directory, a config.json, or a model's ID on the hub, but there is no such file or "
-            "directory, and an ID is NAME or OWNER/NAME; check the path"
-        ) from error
-    nowhere = f"{where}: expected a directory, a config.json, or a model's ID on the hub, but there is no such file"
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(fetched)))
-    except GatedRepoError as error:
-        raise ConfigError(
-            f"{where}: expected a model that may be fetched, but it is gated; ask for access at "
-            f"https://huggingface.co/{name} and run: hf auth login"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"{nowhere}, and the hub has no such model, or hides it; check the name, or log in"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"{nowhere}, the hub cannot be reached, and its cache does not have all of that model; check the path, or "
-            "be online once"
-        ) from error
-    except Exception as error:  # networks, proxies and disks fail in many ways
-        raise ConfigError(f"{where}: expected to fetch it from the hub, but got: {_one_line(error)}") from error
-
-
-def _load_config(name: str, file: Path, source: str) -> PretrainedConfig:
-    where = f"--model '{name}'"
-    if not file.exists():
-        if (file.parent / "adapter_config.json").exists():
-            raise ConfigError(
-                f"{where}: expected a whole model, but there is only an adapter; name the model that it was trained on"
-            )
-        raise ConfigError(f"{where}: expected {_CONFIG} in it, but there is none; name a model's directory")
-    if not file.is_file():
-        raise ConfigError(f"{where}: expected a directory or a config.json, but it is a pipe, socket or device")
-    raw = _parse(where, file)
+def _load_config(name: str, place: Place) -> PretrainedConfig:
+    where, file, raw = f"--model '{name}'", place.config, place.raw
     _check_config(where, raw)
     if "auto_map" in raw:
         warnings.warn(
-            f"{where}: {_CONFIG} names code of its own (auto_map), which is never run; the model is transformers' own "
+            f"{where}: {CONFIG} names code of its own (auto_map), which is never run; the model is transformers' own "
             f"{raw['model_type']}",
             stacklevel=2,
         )
@@ -331,27 +277,12 @@ def _load_config(name: str, file: Path, source: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a configuration's class may raise anything for values that it does not expect
         raise ConfigError(
-            f"{where}: expected {file.name} to describe a {raw['model_type']} model, but got: {_one_line(error)}; "
+            f"{where}: expected {file.name} to describe a {raw['model_type']} model, but got: {one_line(error)}; "
             "correct it"
         ) from error
-    config.name_or_path = source  # an adapter is saved with it, to know its base
+    config.name_or_path = place.source  # an adapter is saved with it, to know its base
     _check_causal(where, config)
     return config
-
-
-def _parse(where: str, file: Path) -> dict[str, Any]:
-    advice = "name a model's directory or its config.json"
-    if (size := file.stat().st_size) > _CONFIG_BYTES:
-        raise ConfigError(f"{where}: expected a configuration in JSON, but got a file of {size:,} bytes; {advice}")
-    try:
-        raw = json.loads(file.read_bytes().decode())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{where}: expected JSON in {file.name}, but it cannot be parsed: {error}; {advice}"
-        ) from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{where}: expected a JSON object in {file.name}, but got {raw!r:.60}; {advice}")
-    return raw
 
 
 def _check_config(where: str, raw: dict[str, Any]) -> None:
@@ -373,7 +304,7 @@ def _check_config(where: str, raw: dict[str, Any]) -> None:
         if not int(key in _LAYERS) <= number <= _MOST:
             raise ConfigError(
                 f"{where}: expected a model that can be built, of 1 to {_MOST:,} layers and at most as many experts, "
-                f"but {_CONFIG} has {key} {number:,}; correct it"
+                f"but {CONFIG} has {key} {number:,}; correct it"
             )
     said = raw.get("quantization_config")
     if said is not None and not (isinstance(said, dict) and said.get("quant_method") in ("bitsandbytes", "torchao")):
@@ -401,7 +332,7 @@ def _check_causal(where: str, config: PretrainedConfig) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{expected} {config.model_type} is not one; name another model")
     if saved_as and not causal.intersection(saved_as):
-        raise ConfigError(f"{expected} it is a {saved_as[0]} (architectures in {_CONFIG}); name another model")
+        raise ConfigError(f"{expected} it is a {saved_as[0]} (architectures in {CONFIG}); name another model")
 
 
 def _find_weights(name: str, folder: Path) -> Path:
@@ -415,14 +346,10 @@ def _find_weights(name: str, folder: Path) -> Path:
             )
         raise ConfigError(
             f"{where}: expected weights ({_WEIGHTS}, or shards and {_INDEX}), but there are none in '{folder}'; "
-            f"for random initialisation, name the {_CONFIG} itself"
+            f"for random initialisation, name the {CONFIG} itself"
         )
     try:
         WeightsDirectory.open(folder)
     except ConfigError as error:
         raise ConfigError(f"--model {error}") from error
     return folder
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

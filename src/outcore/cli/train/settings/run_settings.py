@@ -16,6 +16,7 @@ from typing import Any
 
 from outcore.cli.train.methods import FINE_TUNING, Method
 from outcore.cli.train.model.quantization import Quantization, quantization_of
+from outcore.cli.train.settings.at_once import refuse_incomplete
 from outcore.cli.train.settings.fields import Setting
 from outcore.cli.train.settings.given import from_assignments, from_flags, shown
 from outcore.cli.train.settings.own import RunOptions
@@ -67,7 +68,7 @@ def resolve(
     on_command_line = [*from_flags(flags), *from_assignments(assignments)]
     schema = Schema(method)
     settled = _merged(schema.check(in_file), schema.check(on_command_line))
-    _refuse_missing(settled)
+    refuse_incomplete([key.removeprefix("outcore.") for key in settled])
     refuse_contradictions(settled)
     lora = _lora(settled)
     if lora is not None:
@@ -90,15 +91,6 @@ def _merged(in_file: Settled, on_command_line: Settled) -> dict[str, Setting]:
     is_length_given = not on_command_line.keys().isdisjoint(LENGTHS)
     kept = {key: setting for key, setting in in_file.items() if not (is_length_given and key in LENGTHS)}
     return kept | dict(on_command_line)
-
-
-def _refuse_missing(settled: Settled) -> None:
-    missing = [f"--{name}" for name in ("model", "data", "out") if f"outcore.{name}" not in settled]
-    if missing:
-        raise ConfigError(
-            f"expected --model, --data and --out, but got no {', no '.join(missing)}; give them as flags or in the "
-            "YAML file"
-        )
 
 
 def _own(settled: Settled, name: str) -> Any:
