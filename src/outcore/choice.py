@@ -254,13 +254,13 @@ class Planner:
 
     def placed(self) -> Placed:
         """Find a plan. Activations rest where the user wants them, else where the predicted step is shortest."""
-        if self._tier is not None:
-            ways, others = list[Sending | None](self._sendings(self._tier)), list[Sending]()
-        else:
-            away = list(self._anywhere())
-            ways, others = [None, *away], [*self._selected(), *away]
-        usual = self._first_fitting(ways)
-        return self._searched(usual, others)._replace(rule=usual.sending)
+        usual = self.usual()
+        away = [] if self._tier is not None else [*self._selected(), *self._anywhere()]
+        return self._searched(usual, away)._replace(rule=usual.sending)
+
+    def usual(self) -> Placed:
+        """Return the rule's plan, without a search for a faster one. Raises: PlanInfeasibleError: Nothing fits."""
+        return self._first_fitting(self._sendings(self._tier) if self._tier is not None else [None, *self._anywhere()])
 
     def _searched(self, usual: Placed, others: Sequence[Sending]) -> Placed:
         """Return the fastest plan. Args: usual: The rule's plan. others: Other ways to treat activations."""

@@ -196,15 +196,35 @@ def _fit(asked: Question, *, as_json: bool) -> None:
     from outcore.cli.plan import fit as fitting
     from outcore.cli.plan.known import known_models
 
-    fitted = fitting.fits(asked, known_models())
+    try:
+        fitted = fitting.fits(asked, known_models())
+    except PlanInfeasibleError as error:
+        from outcore.cli.plan.misfit import Misfit
+
+        if as_json:
+            print(Misfit(question=asked, machine=asked.hardware or "this machine", error=error, advice=()).to_json())
+        raise
     print(fitting.to_json(fitted) if as_json else fitting.to_text(fitted))
 
 
 def _plan(asked: Question, second: Second, out: Path | None, html: Path | None, *, as_json: bool) -> None:
-    from outcore.cli.plan.answer import answer
+    from outcore.cli.plan.answer import answer_for, machine_for, source_of
     from outcore.cli.plan.text import to_json, to_text
 
-    found = answer(asked, second.map if second.is_there else map)
+    source, hardware = source_of(asked.model), machine_for(asked)
+    try:
+        found = answer_for(asked, source, hardware, second.map if second.is_there else map)
+    except PlanInfeasibleError as error:
+        from outcore.cli.plan.misfit import Misfit
+        from outcore.cli.plan.page import write_misfit
+
+        misfit = Misfit.of(asked, source, hardware, error)
+        if html is not None:
+            write_misfit(misfit, html)
+        if as_json:
+            print(misfit.to_json())
+        error.add_note(misfit.to_text())
+        raise
     if out is not None:
         found.found.plan.save(out)
     if html is not None:

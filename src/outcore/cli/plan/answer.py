@@ -199,15 +199,28 @@ def answer(question: Question, over: Callable[..., Iterable[Any]] = map) -> Answ
         ConfigError: An option that cannot be used.
         PlanInfeasibleError: The model does not fit; the error says what would do.
     """
-    known = known_named(question.model)
-    source = find_shapes(question.model) if known is None else known.source
-    return answer_for(question, source, machine_for(question), over)
+    return answer_for(question, source_of(question.model), machine_for(question), over)
+
+
+def source_of(model: str) -> ModelSource:
+    """Return the model of that name, without its weights. Raises: ConfigError: There is none."""
+    known = known_named(model)
+    return find_shapes(model) if known is None else known.source
 
 
 def answer_for(
     question: Question, source: ModelSource, hardware: Hardware, over: Callable[..., Iterable[Any]] = map
 ) -> Answer:
     """Answer for a model and a machine that were found already. Raises: As ``answer``."""
+    return _asking(question, source, hardware).answer(over)
+
+
+def usual_plan(question: Question, source: ModelSource, hardware: Hardware) -> Plan:
+    """Return the plan of the rule, without a search for a faster one. Raises: As ``answer``."""
+    return _asking(question, source, hardware).usual()
+
+
+def _asking(question: Question, source: ModelSource, hardware: Hardware) -> _Asking:
     precision = cast("Precision", question.precision)
     limits = _limits(question, hardware)
     source = source.quantised(question.quantization, has_adapters=question.lora is not None)
@@ -218,8 +231,7 @@ def answer_for(
     optimizer = optimizer_named(question.optim, model, question.master_format)
     keeps = rule_for(*members(optimizer)).kept(optimizer.param_groups)
     cut = partition(model, keeps=keeps, precision=precision)
-    with of_a_node(question.ranks.per_node):
-        return _Asking(question, among(cut, question.ranks, 0), hardware, limits).answer(over)
+    return _Asking(question, among(cut, question.ranks, 0), hardware, limits)
 
 
 def machine_for(question: Question) -> Hardware:
@@ -262,14 +274,26 @@ class _Asking:
 
     def answer(self, over: Callable[..., Iterable[Any]]) -> Answer:
         """Choose as a run would."""
-        with self._as_in_a_run():
+        with of_a_node(self._question.ranks.per_node), self._as_in_a_run():
             return self._chosen(over)
 
+    def usual(self) -> Plan:
+        """Follow the rule."""
+        with of_a_node(self._question.ranks.per_node), self._as_in_a_run():
+            options = self._options()  # what it computes is of no interest, but what it saves
+            return self._placed(options, Timed(self._cut, options, self._machine), searches=False).plan
+
+    def _options(self) -> Options:
+        return Options(
+            sample=self._sample(self._question.batch_size),
+            precision=self._cut.spec.precision,
+            hardware=NO_TIMES if self._guess else self._hardware,  # without times a run follows the rule
+            loop=self._loop,
+        )
+
     def _chosen(self, over: Callable[..., Iterable[Any]]) -> Answer:
-        asked, sample = self._question, self._sample(self._question.batch_size)
-        profile = self._profile_of(asked.batch_size)
-        hardware = NO_TIMES if self._guess else self._hardware  # without times a run follows the rule
-        options = Options(sample=sample, precision=self._cut.spec.precision, hardware=hardware, loop=self._loop)
+        asked, profile = self._question, self._profile_of(self._question.batch_size)
+        options = self._options()
         timed = Timed(self._cut, options, self._machine, profile=profile, ranks=asked.ranks)
         if (forecast := timed.forecast()) is not None:
             forecast.simulated.over = over
@@ -299,17 +323,18 @@ class _Asking:
             question=asked, setting=setting, found=found, sending=placed.sending, guess=self._guess, over=over
         )
 
-    def _placed(self, options: Options, timed: Timed) -> Placed:
+    def _placed(self, options: Options, timed: Timed, *, searches: bool = True) -> Placed:
         """Return the plan of a run; for several ranks, also choose how they share weights."""
 
         def make(cut: Partition, own: Timed) -> tuple[Plan, Placed]:
-            placed = Planner(cut, options, self._machine, self._limits, own).placed()
+            planner = Planner(cut, options, self._machine, self._limits, own)
+            placed = planner.placed() if searches else planner.usual()
             return placed.plan, placed
 
         ranks = self._question.ranks
         if ranks.size == 1:
             return make(self._cut, timed)[1]
-        self._cut, (_, placed) = fastest(_sharings(ranks), self._cut, timed, make)
+        self._cut, (_, placed) = fastest(_sharings(ranks), self._cut, timed, make, in_order=not searches)
         return placed
 
     @contextmanager

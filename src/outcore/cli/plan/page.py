@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.cli.plan.answer import Answer
+from outcore.cli.plan.misfit import Misfit
 from outcore.cli.plan.ranges import range_of
 from outcore.cli.plan.text import drive_life, order_texts, received_text
 from outcore.core.errors import ConfigError
@@ -58,8 +59,17 @@ def write_page(answer: Answer, path: Path) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
+    _write(path, page(facts_of(answer)))
+
+
+def write_misfit(misfit: Misfit, path: Path) -> None:
+    """Write the page of a model that does not fit. Raises: ConfigError: The file cannot be written."""
+    _write(path, misfit.to_html(_asset("page.css")))
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(page(facts_of(answer)), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--html: expected a file that can be written, but got '{path}': {error.strerror}") from error
 

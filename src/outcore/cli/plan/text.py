@@ -156,6 +156,7 @@ def to_json(answer: Answer) -> str:
     found, disk, ends = answer.found, answer.hardware.disk, range_of(answer)
     endurance = disk.endurance_bytes if disk is not None and answer.written_bytes else 0.0
     facts: dict[str, Any] = {
+        "fits": True,
         **dataclasses.asdict(answer.question),
         "predicted_step_s": found.simulation.step_s,
         "predicted_step_s_range": ends and ends.step_s,
