@@ -1,4 +1,4 @@
-"""Plans that put every unit where a test wants it, without the planner."""
+"""Plans that put every unit where a test wants it, without the planner, and a machine to predict them on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from outcore.optim.rules import rule_for
 from outcore.planning.homes.pools import LEAST, Comfort, pools_for
 from outcore.planning.homes.reservations import can_be_early
 from outcore.planning.homes.share import can_be_staged, spread
+from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.units.partition import partition as cut_into_units
+from outcore.spec.hardware import Hardware
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
 
@@ -104,3 +106,10 @@ def share_updates(units: Sequence[UnitPlan], fraction: float) -> list[UnitPlan]:
     """Let the device update a fraction of the units whose states live in host memory, evenly spread."""
     chosen = spread([i for i, u in enumerate(units) if can_be_staged(u)], fraction)
     return [dataclasses.replace(u, update="device" if i in chosen else "host") for i, u in enumerate(units)]
+
+
+def without_launches(name: str) -> Hardware:
+    """A named machine that launches kernels in no time: steps of tiny models would consist of that alone."""
+    machine = known_hardware(name)
+    host = dataclasses.replace(machine.host, visit_s=0.0, resting_visit_s=0.0)
+    return dataclasses.replace(machine, device=dataclasses.replace(machine.device, kernel_s=0.0), host=host)

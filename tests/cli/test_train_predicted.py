@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from plans import without_launches
 
 from outcore.cli.train.output import predicted
 from outcore.cli.train.output.predicted import Comparison, LaneTimes, PredictedStep
@@ -126,7 +127,7 @@ class TestComparison:
 
 
 def test_a_run_has_it_beside_what_was_measured(command: Run, config_json: Path, text: Path, tmp_path: Path):
-    known_hardware("rtx-4090").save(tmp_path / "hardware.json")
+    without_launches("rtx-4090").save(tmp_path / "hardware.json")
     shared = ("--steps", 3, "--batch-size", 2, "--seq-len", 48, "--disk", tmp_path, *TIERS, "--max-grad-norm", 0)
     files = ("--model", config_json, "--data", text, "--out", tmp_path / "run")
     done = command("train", *files, *shared, "--hardware", tmp_path / "hardware.json", "--grad-accum", 2)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from plans import without_launches
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outcore import choice
@@ -24,13 +25,12 @@ from outcore.cli.train.output.folder import Checkpoint, OutputFolder
 from outcore.cli.train.output.report import RunReport
 from outcore.cli.train.replan import may_fail_so
 from outcore.core.errors import DiskError, MemoryBudgetError
-from outcore.planning.timing.known_hardware import known_hardware
 from outcore.probe import kept
 from outcore.spec.hardware import Hardware
 
 from .conftest import Outcome, Run, read_jsonl, write_jsonl
 
-MACHINE = known_hardware("rtx-4090")
+MACHINE = without_launches("rtx-4090")
 STEPS, OFF_AT = 7, 5
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plans import without_launches
 
 import outcore
 from outcore.api import plan_for, plan_in_time
@@ -17,7 +18,6 @@ from outcore.device.cpu import CpuDevice
 from outcore.device.faults import NO_FAULTS
 from outcore.planning.forward import watch
 from outcore.planning.search.looks import Looks
-from outcore.planning.timing.known_hardware import known_hardware
 from outcore.planning.units.partition import partition
 from outcore.probe import kept
 from outcore.runtime.activations import away
@@ -25,12 +25,7 @@ from outcore.spec.hardware import Hardware
 
 from .rig import DEVICE, Tower, adamw, assert_same, batch, make, seen, train
 
-_CARD = known_hardware("rtx-4090")
-MACHINE = dataclasses.replace(  # steps of so small models would consist of launches and visits alone
-    _CARD,
-    device=dataclasses.replace(_CARD.device, kernel_s=0.0),
-    host=dataclasses.replace(_CARD.host, visit_s=0.0, resting_visit_s=0.0),
-)
+MACHINE = without_launches("rtx-4090")
 SAMPLE = {"ids": batch()}
 TIGHT = {"device": 60_000, "host": 400_000}  # not everything fits on the device; nothing need go to disk
 

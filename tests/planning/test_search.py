@@ -226,11 +226,13 @@ def test_random_candidates_find_what_changes_do_not(monkeypatch: pytest.MonkeyPa
 
 
 def test_more_plans_are_compared_where_few_of_many_micro_batches_are_played(monkeypatch: pytest.MonkeyPatch):
+    """What is done last of all, for plans that write less, may find the same."""
+    monkeypatch.setattr("outcore.planning.search.search.sparing", lambda *_: [])
     job = job_of(9, 4, 6, 60, micro_batches=8)
     found = search(job)
     monkeypatch.setattr("outcore.planning.search.search._WITH_VISITS", 12)
     monkeypatch.setattr("outcore.planning.search.looks._PLAYED", 8)
-    assert found.fastest_s < 0.99 * search(job).fastest_s
+    assert found.simulation.step_s < 0.99 * search(job).simulation.step_s
 
 
 def test_with_several_micro_batches_little_memory_goes_to_a_slot_to_fetch_ahead(monkeypatch: pytest.MonkeyPatch):
