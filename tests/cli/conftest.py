@@ -46,6 +46,10 @@ DEVICE_MEMORY = "460KiB" if torch.cuda.is_available() else "260KiB"  # an accele
 TIERS = ("--device-memory", DEVICE_MEMORY, "--host-memory", "520KiB")
 
 
+LISTS = ("--set", "--disk")
+"""Options that tests repeat."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command left behind."""
@@ -90,6 +94,17 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return Outcome(int(stop.value.code or 0), captured.out, captured.err)
 
     return run
+
+
+def replaced(*words: object) -> list[object]:
+    """Return a command in which an option that comes again replaces the earlier one."""
+    options: list[list[object]] = [[]]
+    for word in words:
+        if isinstance(word, str) and word.startswith("--"):
+            options.append([])
+        options[-1].append(word)
+    found = {i if not option or option[0] in LISTS else option[0]: option for i, option in enumerate(options)}
+    return [word for option in found.values() for word in option]
 
 
 @pytest.fixture

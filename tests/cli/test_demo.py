@@ -22,7 +22,7 @@ from outcore.cli.demo import size as demo_size
 from outcore.core.errors import ConfigError
 from outcore.memory.topology import Others
 
-from .conftest import Run
+from .conftest import Run, replaced
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plain_loop.py"
 COMMAND = [sys.executable, "-c", "from outcore.cli.main import main; main()", "demo"]
@@ -169,7 +169,7 @@ def test_a_busy_machine_is_said(capsys, monkeypatch):
 def test_a_wrong_choice_is_one_message_and_2(command: Run, tmp_path, monkeypatch, option, value):
     (tmp_path / "a_file").write_text("x")
     monkeypatch.chdir(tmp_path)
-    done = command("demo", "--folder", tmp_path, "--steps", 1, option, value)
+    done = command(*replaced("demo", "--folder", tmp_path, "--steps", 1, option, value))
     assert done.status == 2, done.err
     assert done.err.startswith("outcore: ")
     assert value in done.err

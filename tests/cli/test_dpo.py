@@ -126,6 +126,8 @@ def test_model_and_reference_over_all_tiers_equal_the_plain_trainer(command, wei
     assert line["peak_bytes"]["device"] > alone["device"], "the reference counts"
     assert line["peak_bytes"]["device"] <= 430 * 2**10
     assert line["peak_bytes"]["host"] <= 700 * 2**10
+    judged = f"margin {line['rewards/margins']:.3f}  accuracy {line['rewards/accuracies']:.3f}"
+    assert f"loss {line['loss']:.3f}  {judged}  " in done.out
 
 
 def test_adapters_need_no_reference_and_are_the_same_over_all_tiers(command, weights, pairs, tmp_path):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from outcore import forecast
 from outcore.cli.plan import fit
 from outcore.cli.plan import known as known_models
 from outcore.cli.plan.answer import answer
 from outcore.cli.plan.question import Question
 from outcore.cli.train.model.source import build_model
+from outcore.planning.timing import known_hardware as parts
 from outcore.planning.timing.known_hardware import known_hardware
 from outcore.spec.hardware import Hardware
 
@@ -41,7 +41,7 @@ def test_the_largest_that_fit_each_with_its_plan(command: Run, config_json: Path
         asked_for.append(name)
         return known_hardware(name)
 
-    monkeypatch.setattr(forecast, "known_hardware", known)
+    monkeypatch.setattr(parts, "known_hardware", known)
     done = command("plan", "--fit", "--hardware", "rtx-4090", *SMALL_BUDGETS, "--json")
     assert done.status == 0, done.err
     assert asked_for == ["rtx-4090"], "once"

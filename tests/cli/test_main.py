@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ import typer
 
 from outcore.cli import main as cli
 from outcore.cli.start import Loading
+from outcore.cli.terminal import Terminal, fitted
 from outcore.cli.train.output.notices import notices
 from outcore.core.errors import ConfigError, DiskError, PlanInfeasibleError
 
@@ -68,7 +70,6 @@ def test_help_needs_no_torch(command, option):
         ("train run.yaml", "--data 'nowhere.jsonl': expected a file or a directory, but there is none"),
         ("dpo run.yaml --data model.json --host-memory 3XB", "--host-memory: expected bytes"),
         ("train run.yaml --data model.json --hardware rtx-409", "the nearest is 'rtx-4090'"),
-        ("train run.yaml --data model.json --plan nowhere.json", "nowhere.json"),
         ("train run.yaml --data model.json --set outcore.device_memory=3XB", "--set outcore.device_memory: expected"),
     ],
 )
@@ -304,3 +305,27 @@ def test_libraries_that_tell_of_themselves_are_not_heard(name: str, capsys: pyte
         logging.getLogger("transformers").warning("this is heard")
     assert capsys.readouterr().err == "note: this is heard\n"
     assert log.getEffectiveLevel() <= logging.WARNING
+
+
+class Wide(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("print_to", ["fitted", "console"])
+def test_a_terminal_breaks_lines_between_words(print_to, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    words = [f"word{n}-with-more" for n in range(30)]
+    line = "activations  " + " ".join(words)
+    if print_to == "fitted":
+        text = fitted(line, Wide())
+        assert all(each.startswith(13 * " " + "word") for each in text.splitlines()[1:]), "below its column"
+        assert fitted(line, io.StringIO()) == line, "elsewhere lines stay whole"
+    else:
+        console = Terminal(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
+        console.print(line, markup=False, soft_wrap=True)
+        text = console.file.getvalue()
+    assert text.split() == ["activations", *words]
+    assert max(map(len, text.splitlines())) <= 80

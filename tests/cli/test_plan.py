@@ -32,7 +32,7 @@ from outcore.probe.kept import Machine
 from outcore.spec.budget import Budget
 from outcore.spec.plan import Plan
 
-from .conftest import Run
+from .conftest import Run, replaced
 
 SMALL = ("--device-memory", "2MiB", "--host-memory", "4MiB", "--batch-size", 2, "--seq-len", 64)
 
@@ -105,7 +105,7 @@ def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp
         "--device-memory",
         "900KiB",
     )
-    done = command("plan", "--model", config_json, *options, "--json")
+    done = command(*replaced("plan", "--model", config_json, *options, "--json"))
     assert done.status == 0, done.err
     found = json.loads(done.out)
     assert found["predicted_step_s"] >= found["bound_s"] * 0.999
@@ -365,7 +365,7 @@ def test_optimizers_whose_parameters_ranks_cut_elsewhere_or_not_at_all(command: 
     ],
 )
 def test_bad_input_is_one_message(command: Run, config_json: Path, options: tuple[str, ...], message: str):
-    done = command("plan", "--model", config_json, *options)
+    done = command(*replaced("plan", "--model", config_json, *options))
     assert done.status == 2
     assert message in done.err
     assert "Traceback" not in done.err

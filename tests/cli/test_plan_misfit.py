@@ -22,7 +22,7 @@ def wide(tmp_path: Path) -> Path:
 
 
 def test_it_is_json_a_page_and_text(command: Run, wide: Path, tmp_path: Path):
-    asked = ("plan", "--model", wide, *MACHINE, "--device-memory", "12MiB", "--host-memory", "24MiB")
+    asked = ("plan", "--model", wide, *MACHINE, "--device-memory", "24MiB", "--host-memory", "24MiB")
     done = command(*asked, "--json", "--html", tmp_path / "page.html")
     found = json.loads(done.out)
     assert (done.status, found["fits"], found["batch_size"]) == (2, False, 6)
@@ -31,7 +31,7 @@ def test_it_is_json_a_page_and_text(command: Run, wide: Path, tmp_path: Path):
     assert "no placement fits" in done.err
     fitting = [each["options"] for each in found["advice"] if each["fits"]]
     assert [each["options"] for each in found["advice"]][: len(fitting)] == fitting
-    assert fitting[0] == "--lora 16 --load-in-4bit"  # options before hardware
+    assert fitting[0] == "--lora 16"  # options before hardware
     assert fitting[-1] == "a disk, such as desktop-nvme"
     page = (tmp_path / "page.html").read_text()
     for options in fitting:
@@ -41,7 +41,7 @@ def test_it_is_json_a_page_and_text(command: Run, wide: Path, tmp_path: Path):
 
 
 def test_what_is_advised_does(command: Run, wide: Path):
-    asked = ("plan", "--model", wide, *MACHINE, "--device-memory", "12MiB", "--host-memory", "24MiB")
+    asked = ("plan", "--model", wide, *MACHINE, "--device-memory", "24MiB", "--host-memory", "24MiB")
     advice = json.loads(command(*asked, "--json").out)["advice"]
     kinds = {" ".join(re.findall("--[a-z-0-9]+", each["options"])) for each in advice}
     assert {"--lora", "--optim", "--master-format", "--precision", "--batch-size --grad-accum"} <= kinds

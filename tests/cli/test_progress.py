@@ -48,6 +48,12 @@ def test_plain_lines_where_there_is_no_terminal():
     assert "waiting" not in text
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_else_is_measured_stands_beside_the_loss(is_terminal):
+    one = dataclasses.replace(REPORTS[0], judged={"margin": 0.25, "accuracy": 0.75})
+    assert "loss 5.000  margin 0.250  accuracy 0.750" in show([one], 1, is_terminal=is_terminal)
+
+
 def test_a_long_run_prints_few_lines():
     assert len(show([at(step) for step in range(1, 1001)], 1000).splitlines()) == 11
 

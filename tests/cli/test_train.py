@@ -26,7 +26,7 @@ from outcore.cli.train.loop import trainer as train_trainer
 from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
 from outcore.core.errors import DiskError
 
-from .conftest import CHECKPOINTING, CONFIG, TIERS, Run, read_jsonl
+from .conftest import CHECKPOINTING, CONFIG, TIERS, Run, read_jsonl, replaced
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
@@ -119,7 +119,7 @@ def tiers_used(folder: Path) -> set[str]:
 def test_a_new_model_learns_over_all_tiers_and_loads(command: Run, config_json: Path, text: Path, tmp_path: Path):
     out = tmp_path / "deep" / "run"
     more = ("--steps", 12, *TIERS, "--disk", tmp_path)
-    done = command("train", "--model", config_json, "--data", text, "--out", out, *SHORT, *more)
+    done = command(*replaced("train", "--model", config_json, "--data", text, "--out", out, *SHORT, *more))
     assert done.status == 0, done.err
     assert tiers_used(out) == {"device", "host", "disk"}
     assert sorted(p.name for p in out.iterdir()) == ["metrics.jsonl", "model", "plan.json"]
@@ -249,7 +249,7 @@ def test_blocks_are_compiled_with_the_attention_that_was_named(
     assert "attention" in done.out
     assert command(*shared, "--out", tmp_path / "b", "--attention", "eager").status == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
-    other = command(*shared, "--out", tmp_path / "a", "--resume", "--steps", 7)
+    other = command(*replaced(*shared, "--out", tmp_path / "a", "--resume", "--steps", 7))
     assert other.status == 2
     assert "--attention is null instead of 'eager', --compile is null instead of true" in " ".join(other.err.split())
 
@@ -257,13 +257,14 @@ def test_blocks_are_compiled_with_the_attention_that_was_named(
 def test_blocks_run_a_batch_in_pieces(command: Run, config_json: Path, text: Path, tmp_path: Path):
     shared = ("train", "--model", config_json, "--data", text, *SHORT, "--precision", "fp32")
     shared += ("--disk", tmp_path, *TIERS)
-    done = command(*shared, "--out", tmp_path / "a", "--batch-size", 4, "--unit-micro-batches", 2, "--save-every", 3)
+    pieces = ("--batch-size", 4, "--unit-micro-batches", 2, "--save-every", 3)
+    done = command(*replaced(*shared, "--out", tmp_path / "a", *pieces))
     assert done.status == 0
     assert "pieces in a unit" in done.out
-    assert command(*shared, "--out", tmp_path / "b", "--batch-size", 2, "--grad-accum", 2).status == 0
+    assert command(*shared, "--out", tmp_path / "b", "--grad-accum", 2).status == 0
     pairs = zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True)  # TRL's loss sees the whole batch
     assert all(a == pytest.approx(b, rel=1e-5) for a, b in pairs)
-    other = command(*shared, "--out", tmp_path / "a", "--batch-size", 4, "--resume", "--steps", 7)
+    other = command(*replaced(*shared, "--out", tmp_path / "a", "--batch-size", 4, "--resume", "--steps", 7))
     assert other.status == 2
     assert "--unit-micro-batches is null instead of 2" in " ".join(other.err.split())
 
@@ -316,7 +317,7 @@ class TestResume:
         config = json.loads(config_json.read_text())
         config_json.write_text(json.dumps({**config, "attention_dropout": 0.1}))
         settings = options({"lr_scheduler_type": "cosine", "eval_steps": 3, "gradient_accumulation_steps": 2})
-        more = ("--steps", 6, "--save-every", 2, "--eval-data", chats, *TIERS, "--disk", tmp_path)
+        more = ("--save-every", 2, "--eval-data", chats, *TIERS, "--disk", tmp_path)
         return ("train", "--model", config_json, "--data", chats, *SHORT, *settings, *more)
 
     def stop_at(self, monkeypatch: pytest.MonkeyPatch, step: int, stop: Callable[[], None]) -> None:
@@ -393,7 +394,7 @@ class TestResume:
         assert "nothing is left to do" in again.out
         assert_equal(load_file(out / "model" / "model.safetensors"), before)
         assert sorted(p.name for p in (out / "model").iterdir()) == MODEL_FILES
-        assert command(*shared, "--resume", "--steps", 8).status == 0
+        assert command(*replaced(*shared, "--resume", "--steps", 8)).status == 0
         assert [line["step"] for line in read_jsonl(out / "metrics.jsonl")] == list(range(1, 9))
         assert sorted(p.name for p in out.glob("checkpoint-*")) == ["checkpoint-8"]
         with pytest.raises(AssertionError):

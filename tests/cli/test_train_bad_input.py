@@ -52,7 +52,9 @@ OPTIONS: list[Case] = [
     option("device-memory", "20 giraffes", "--device-memory: expected bytes .* but got '20 giraffes'"),
     option("host-memory", "-1", "--host-memory: expected bytes"),
     option(
-        "device-memory", "1KiB", "device +budget 1.00 KiB: too little(.|\n)*as options: --device-memory [0-9]+ --host"
+        "device-memory",
+        "1KiB",
+        "device +budget 1.00 KiB: too little(.|\n)*as options: --device-memory [0-9.]+KiB --host",
     ),
     option("disk", "{missing}", "--disk: expected a folder that is there, but '.*missing' is not"),
     option("disk", "{text}", "--disk: expected a folder that is there, but '.*text.txt' is a file"),

@@ -15,7 +15,7 @@ from trl import SFTTrainer
 
 from outcore.cli.train.loop.nonfinite import FiniteSteps, finite
 
-from .conftest import TIERS, Run
+from .conftest import TIERS, Run, replaced
 from .test_train import LOOP, assert_equal, losses, options, plain, tensors, weights
 
 __all__ = ["weights"]  # the fixture
@@ -96,7 +96,7 @@ class TestSkip:
                 unit["early"] = unit["states"] != "device"
             (tmp_path / "plan.json").write_text(json.dumps(plan))
             big = ("--plan", tmp_path / "plan.json", "--device-memory", "8MiB", "--host-memory", "8MiB")
-            shared = (*shared, *big)
+            shared = replaced(*shared, *big)
         done = command(*shared, "--out", out, "--on-nonfinite", "skip")
         assert done.status == 0, done.err
         assert ("units updated inside backward" in done.out) == early

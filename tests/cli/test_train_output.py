@@ -47,7 +47,7 @@ from outcore.integrations import transformers as mixin
 from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.lanes import Lane
 
-from .conftest import TIERS, Run, read_jsonl, write_jsonl
+from .conftest import TIERS, Run, read_jsonl, replaced, write_jsonl
 
 LANES = {lane.value for lane in Lane}
 SHORT = ("--steps", 4, "--batch-size", 2, "--seq-len", 48)
@@ -76,8 +76,9 @@ class TestMetrics:
             assert {"epoch", "loss", "lr", "grad_norm", "mean_token_accuracy"} <= line.keys()
             assert line["predicted_step_s"] is None
             assert line["tokens_per_s"] == pytest.approx(2 * 48 / line["step_s"]), "packed rows are full"
-            assert line["moved_bytes"].keys() == line["exposed_s"].keys() == LANES
-            assert all(0 <= seconds < line["step_s"] for seconds in line["exposed_s"].values())
+            assert LANES > line["moved_bytes"].keys() > {"states_read", "states_write"}
+            assert all(line["moved_bytes"].values()), "lanes of zero are left out"
+            assert all(0 < seconds < line["step_s"] for seconds in line["exposed_s"].values())
             assert 0 < line["compute_s"] <= line["step_s"] - sum(line["exposed_s"].values())
             plan = json.loads((tmp_path / "run" / "plan.json").read_text())
             assert line["peak_bytes"] == plan["tier_bytes"]
@@ -330,7 +331,7 @@ class TestTerminal:
 
     def test_what_is_cut_is_said_once_with_its_number(self, command, config_json, chats, tmp_path):
         shared = ("train", "--model", config_json, "--data", chats, *SHORT, "--seq-len", 40, "--eval-data", chats)
-        done = command(*shared, "--out", tmp_path / "run", "--set", "assistant_only_loss=true")
+        done = command(*replaced(*shared, "--out", tmp_path / "run", "--set", "assistant_only_loss=true"))
         assert done.status == 0
         said = [line for line in done.err.splitlines() if "rows have more than" in line]
         assert len(said) == 2

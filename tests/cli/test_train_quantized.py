@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, T
 from outcore.cli.plan.answer import answer
 from outcore.core import extra
 
-from .conftest import CONFIG, Run, read_jsonl
+from .conftest import CONFIG, Run, read_jsonl, replaced
 from .test_plan import asked
 
 pytest.importorskip("bitsandbytes")
@@ -129,7 +129,7 @@ REFUSED = {
 def test_bad_input_is_one_message(command: Run, weights: Path, text: Path, tmp_path: Path, case: str):
     options, message = REFUSED[case]
     given = [weights / "config.json" if option == "{config}" else option for option in options]
-    done = command("train", "--model", weights, "--data", text, "--out", tmp_path / "run", *given)
+    done = command(*replaced("train", "--model", weights, "--data", text, "--out", tmp_path / "run", *given))
     assert done.status == 2
     [line] = [line for line in done.err.splitlines() if not line.startswith("note:")]
     assert line.startswith("outcore: ")

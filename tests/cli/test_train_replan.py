@@ -28,7 +28,7 @@ from outcore.core.errors import DiskError, MemoryBudgetError
 from outcore.probe import kept
 from outcore.spec.hardware import Hardware
 
-from .conftest import Outcome, Run, read_jsonl, write_jsonl
+from .conftest import Outcome, Run, read_jsonl, replaced, write_jsonl
 
 MACHINE = without_launches("rtx-4090")
 STEPS, OFF_AT = 7, 5
@@ -73,7 +73,7 @@ def train(command: Run, config_json: Path, text: Path, tmp_path: Path, monkeypat
         sizes = ("--device-memory", "700KiB", "--host-memory", "4MiB")
         shared = ("--steps", STEPS, "--batch-size", 2, *length, "--max-grad-norm", 0.5, *sizes)
         files = ("--model", config_json, "--data", text, "--out", tmp_path / out)
-        return command(method, *files, *shared, "--hardware", tmp_path / "hardware.json", *more)
+        return command(*replaced(method, *files, *shared, "--hardware", tmp_path / "hardware.json", *more))
 
     return run
 

@@ -9,6 +9,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 import outcore
+from outcore.planning.homes.table import plan_table
 
 from .rig import KINDS, adamw, agrees, assert_same, batch, make, prepared, same, train
 
@@ -327,3 +328,15 @@ def test_groups_that_cannot_be_assigned_are_refused(tmp_path):
             optimizer.step()
         old.param_groups = groups
         optimizer.step()
+
+
+def test_the_plan_prints_as_the_table_of_all_bytes(tmp_path):
+    model = make()
+    with prepared(model, adamw(model), "host", tmp_path) as (_, optimizer):
+        plan = optimizer.plan
+        assert str(plan) == plan_table(optimizer.model_spec, plan)
+        assert "slots" in str(plan)
+        plan.save(tmp_path / "plan.json")
+        loaded = outcore.Plan.load(tmp_path / "plan.json")
+        assert loaded == plan
+        assert str(loaded) == "precision fp32, 4 units", "a plan by itself knows no bytes"

@@ -13,7 +13,7 @@ from pathlib import Path
 import nursery
 import pytest
 import torch
-from cli.conftest import CONFIG
+from cli.conftest import CONFIG, replaced
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -49,7 +49,7 @@ def files(tmp_path_factory):
 def train(num_ranks: int, out: Path, files: list[str], *more: str) -> list[tuple[int, str, str]]:
     """Return for each rank: status, output and errors. A step has four micro-batches."""
     arguments = ["train", *files, *MEMORY, *RUN, "--out", str(out), "--grad-accum", str(4 // num_ranks), *more]
-    return launch_and_wait(MAIN, num_ranks, arguments, timeout_s=60)
+    return launch_and_wait(MAIN, num_ranks, replaced(*arguments), timeout_s=60)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,9 @@ class Command(TyperCommand):
             if len(values) > 1:
                 said = f"{', '.join(values[:-1])} and {values[-1]}"
                 times = _TIMES.get(len(values), f"{len(values)} times")
-                raise ConfigError(f"{ctx.command_path}: {option} is given {times} ({said}); give it once")
+                raise ConfigError(
+                    f"outcore {ctx.command_path.partition(' ')[2]}: {option} is given {times} ({said}); give it once"
+                )
         return rest
 
     def _given(self, ctx: Any, args: list[str]) -> dict[str, list[str]]:

@@ -195,21 +195,23 @@ def _answer(asked: Question, out: Path | None, html: Path | None, *, fit: bool, 
 def _fit(asked: Question, *, as_json: bool) -> None:
     from outcore.cli.plan import fit as fitting
     from outcore.cli.plan.known import known_models
+    from outcore.cli.terminal import fitted
 
     try:
-        fitted = fitting.fits(asked, known_models())
+        models = fitting.fits(asked, known_models())
     except PlanInfeasibleError as error:
         from outcore.cli.plan.misfit import Misfit
 
         if as_json:
             print(Misfit(question=asked, machine=asked.hardware or "this machine", error=error, advice=()).to_json())
         raise
-    print(fitting.to_json(fitted) if as_json else fitting.to_text(fitted))
+    print(fitting.to_json(models) if as_json else fitted(fitting.to_text(models), sys.stdout))
 
 
 def _plan(asked: Question, second: Second, out: Path | None, html: Path | None, *, as_json: bool) -> None:
     from outcore.cli.plan.answer import answer_for, machine_for, source_of
     from outcore.cli.plan.text import to_json, to_text
+    from outcore.cli.terminal import fitted
 
     source, hardware = source_of(asked.model), machine_for(asked)
     try:
@@ -231,7 +233,7 @@ def _plan(asked: Question, second: Second, out: Path | None, html: Path | None, 
         from outcore.cli.plan.page import write_page
 
         write_page(found, html)
-    print(to_json(found) if as_json else to_text(found))
+    print(to_json(found) if as_json else fitted(to_text(found), sys.stdout))
 
 
 def _run(method: Method, given: Mapping[str, Any]) -> None:

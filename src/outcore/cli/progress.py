@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rich.console import Console
@@ -34,7 +34,9 @@ class StepReport:
     exposed_s: Mapping[str, float]
     """Lane -> seconds that these steps waited for that lane."""
     of_predicted: float | None = None
-    """A step's time over its predicted time."""
+    """The time of steps so far over their predicted time."""
+    judged: Mapping[str, float] = field(default_factory=dict)
+    """What else the loop measures in these steps: name -> value."""
 
 
 class Shown(NamedTuple):
@@ -111,6 +113,8 @@ def _fitting(parts: Iterator[str], room: int) -> str:
 
 def _parts(report: StepReport, tokens: int, took_s: float, waited_s: Mapping[str, float]) -> Iterator[str]:
     yield f"loss {report.loss:.3f}"
+    for name, value in report.judged.items():
+        yield f"{name} {value:.3f}"
     yield f"{tokens / took_s:,.0f} tokens/s"
     lane, seconds = max(waited_s.items(), key=lambda item: item[1], default=("", 0.0))
     if seconds > WORTH_SAYING * took_s:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
-from typing import TextIO, final
+import textwrap
+from typing import Any, TextIO, final
 
 from rich.console import Console
 
@@ -13,16 +16,41 @@ from rich.console import Console
 class Terminal(Console):
     """A console on standard output."""
 
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **how: Any) -> None:
+        """Print as ``Console`` does. Args: soft_wrap: Leave lines whole, but on a terminal break between words."""
+        super().print(*objects, soft_wrap=bool(soft_wrap) and not self.is_terminal, **how)
+
     def on_broken_pipe(self) -> None:
         """Go on in silence. What matters about a run is in its files."""
         self.quiet = True
         _leave(sys.stdout)
 
 
+def fitted(text: str, stream: TextIO) -> str:
+    """Break lines between words where a stream is a terminal; elsewhere they stay whole."""
+    if not stream.isatty():
+        return text
+    columns = shutil.get_terminal_size().columns
+    return "\n".join(_broken(line, columns) for line in text.splitlines())
+
+
+def _broken(line: str, columns: int) -> str:
+    """Break a line. What follows a name in a column of its own stays in the next column."""
+    named = re.match(r"\s*\S+( \S+)*  +", line)
+    indent = len(named[0]) if named is not None and len(named[0]) <= columns // 2 else 2
+    return (
+        line
+        if len(line) <= columns
+        else textwrap.fill(
+            line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+    )
+
+
 def say(text: str) -> None:
     """Print a text on standard error."""
     try:
-        print(text, file=sys.stderr)
+        print(fitted(text, sys.stderr), file=sys.stderr)
     except OSError:
         _leave(sys.stderr)
 

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -16,11 +17,12 @@ from outcore.device.recorder import Recorder
 from outcore.optim.formats import NOT_TAKEN_OVER, format_of
 from outcore.optim.joined import HOOKS, members
 from outcore.optim.rules import Kind
+from outcore.planning.homes.table import plan_table
 from outcore.runtime.engine import Engine
 from outcore.runtime.live_states import LiveStates
 from outcore.runtime.module.timing import recording
 from outcore.spec.model import ModelSpec
-from outcore.spec.plan import Plan
+from outcore.spec.plan import Plan, shown_by
 from outcore.torch_private import as_it_is
 
 
@@ -107,8 +109,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     @property
     def plan(self) -> Plan:
-        """The plan: where everything lives."""
-        return self.engine.opened.plan
+        """The plan: where everything lives. It prints as a table of all bytes."""
+        plan = self.engine.opened.plan
+        return shown_by(plan, partial(plan_table, self.model_spec, plan))
 
     @property
     def model_spec(self) -> ModelSpec:

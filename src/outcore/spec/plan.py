@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from outcore.core.errors import ConfigError
-from outcore.core.quantities import PAGE_BYTES
+from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.spec.model import PRECISIONS, Precision
 from outcore.spec.text_file import Described, fields_of
 
@@ -213,6 +214,7 @@ class Plan(Described):
     """Where bytes live and when they move. A plan never changes the result."""
 
     what: ClassVar[str] = "plan"
+    _table: ClassVar[Any] = None
 
     precision: Precision
     units: tuple[UnitPlan, ...]
@@ -276,6 +278,13 @@ class Plan(Described):
                 expected = "plan: updated_first: expected names of units of the plan, each once"
                 raise ConfigError(f"{expected}, but got {name!r} at place {i}")
 
+    def __str__(self) -> str:
+        """Return the table of all bytes; of a plan that belongs to no model, the sums that it names."""
+        if self._table is not None:
+            return str(self._table())
+        sums = (f"{tier}  {format_bytes(nbytes)}" for tier, nbytes in self.tier_bytes.items())
+        return "\n".join([*sums, f"precision {self.precision}, {len(self.units)} units"])
+
     @property
     def rests_on_device(self) -> bool:
         """Whether everything rests on the device, so that nothing moves."""
@@ -295,6 +304,13 @@ class Plan(Described):
         if "updated_first" in data:
             data["updated_first"] = tuple(_list(data, "updated_first", where))
         return cls(**data)
+
+
+def shown_by(plan: Plan, table: Callable[[], str]) -> Plan:
+    """Return the same plan, with what it prints as. Args: table: Knows the model, which a plan does not."""
+    shown = copy.copy(plan)
+    object.__setattr__(shown, "_table", table)
+    return shown
 
 
 def _one_of(value: object, allowed: tuple[str, ...], what: str) -> None:

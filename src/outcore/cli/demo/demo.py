@@ -32,12 +32,12 @@ from outcore.cli.demo.size import (
 )
 from outcore.cli.folders import usual_folders
 from outcore.cli.progress import StepReport, progress
+from outcore.cli.terminal import Terminal
 from outcore.core.errors import ConfigError, DiskError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.core.ranks import launched
 from outcore.memory.disk import DiskStore
 from outcore.memory.topology import Others
-from outcore.planning.homes.table import plan_table
 from outcore.runtime.optimizer import StreamedOptimizer
 
 HELD_OUT_TOKENS = 2**16
@@ -63,7 +63,7 @@ def run_demo(*, steps: int, device: str | None, folder: Path | None, fit: bool =
     _refuse_ranks()
     # Kernels this small gain little from a second thread, and lose much when an update or another program has its core.
     torch.set_num_threads(1)
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     folder = _disk_folder(folder)
     text = plain_loop.corpus()
     console.print(
@@ -103,7 +103,7 @@ def _train(
         place = next(model.parameters()).device
         console.print(_sizes(model), soft_wrap=True)
         console.print("\n[bold]Plan[/bold]")
-        console.print(plan_table(optimizer.model_spec, optimizer.plan), markup=False, soft_wrap=True)
+        console.print(str(optimizer.plan), markup=False, soft_wrap=True)
         before = _mean_loss(model, unseen, place)
         reports, others = _reports(model, optimizer, plain_loop.batches(training, seed=0), steps), Others()
         with progress(console, steps) as shown:

@@ -321,10 +321,11 @@ def _explained(output: OutputFolder, settings: Settings) -> Iterator[None]:
         yield
     except PlanInfeasibleError as error:
         need, folders = error.required_bytes, settings.budget.paths
+        size = {tier: format_bytes(nbytes, is_need=True).replace(" ", "") for tier, nbytes in need.items()}
         less = "" if settings.plan is not None else "; with --disk DIR less host memory will do"
         free = f"; {format_bytes(need['disk'], is_need=True)} must be free in {', '.join(folders) or 'DIR'}"
         disk = ("" if folders else " --disk DIR") + free if need["disk"] else less
-        error.add_note(f"as options: --device-memory {need['device']} --host-memory {need['host']}{disk}")
+        error.add_note(f"as options: --device-memory {size['device']} --host-memory {size['host']}{disk}")
         raise
     except ConfigError as error:
         if not output.has_begun:

@@ -81,9 +81,7 @@ def infeasible_table(
     lines.append(f"give {_as_budget(required_bytes)} or more, or train a smaller model or with smaller units")
     if raise_one_to:
         lines.append("or raise one tier and leave the others as they are:")
-        lines.append(
-            _align([(t, f"{t}{'_bytes' * (t == 'disk')}={n}", format_bytes(n)) for t, n in raise_one_to.items()])
-        )
+        lines += [f"  {t}{'_bytes' * (t == 'disk')}={_as_size(n)}" for t, n in raise_one_to.items()]
     return "\n".join(lines)
 
 
@@ -96,7 +94,7 @@ def _tier_rows(items: Sequence[Reservation], order: Sequence[str], plan: Plan) -
     if buffers:
         yield "  buffers", "all units", format_bytes(buffers)
     if workspace := sum(r.nbytes for r in items if r.kind == "workspace"):
-        yield "  workspace", "activations, logits and loss of the largest micro-batch", format_bytes(workspace)
+        yield "  workspace", "activations, logits and loss of a micro-batch", format_bytes(workspace)
     slots = Counter(_pool_index(r) for r in items if r.kind == "slot")
     for index in sorted(slots):
         pool = plan.pools[index]
@@ -178,9 +176,14 @@ def _budget(tier: Tier, limits: Limits) -> int | None:
 
 
 def _as_budget(required_bytes: Mapping[Tier, int]) -> str:
-    sizes = ", ".join(f"{tier}={required_bytes[tier]}" for tier in ("device", "host") if required_bytes[tier])
-    disk = f", disk=..., disk_bytes={required_bytes['disk']}" if required_bytes["disk"] else ""
-    return f"Budget({sizes}{disk})"
+    sizes: dict[Tier, str] = {"device": "device", "host": "host", "disk": "disk=..., disk_bytes"}
+    said = (f"{name}={_as_size(required_bytes[tier])}" for tier, name in sizes.items() if required_bytes[tier])
+    return f"Budget({', '.join(said)})"
+
+
+def _as_size(nbytes: int) -> str:
+    """Write a size as an argument, rounded up, so that it suffices."""
+    return f'"{format_bytes(nbytes, is_need=True).replace(" ", "")}"'
 
 
 def _align(rows: Sequence[tuple[str, str, str]]) -> str:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import sys
-import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,12 +73,4 @@ class _Once(logging.Handler):
         if self._are_shown and text not in self._said:
             self._said.add(text)
             short = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-            say(_fitting(f"note: {short}"))
-
-
-def _fitting(text: str) -> str:
-    """Break a text between words on a terminal; elsewhere it stays one line."""
-    if not sys.stderr.isatty():
-        return text
-    columns = shutil.get_terminal_size().columns
-    return textwrap.fill(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            say(f"note: {short}")

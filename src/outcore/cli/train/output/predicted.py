@@ -6,6 +6,7 @@ Steps that are far off also get their cause, once: others on the machine, if any
 from __future__ import annotations
 
 import statistics
+from bisect import insort
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, final
@@ -77,9 +78,10 @@ class Comparison:
     def __init__(self, predicted: PredictedStep | None) -> None:
         """Args: predicted: The prediction; None: there is none."""
         self._predicted = predicted
-        self._skipped = 0
-        """Steps of the lines that have a step of the warm-up."""
+        self._first_s: list[float] = []
+        """Seconds of the steps of lines that have a step of the warm-up, sorted."""
         self._took_s: list[float] = []
+        """Seconds of all other steps, sorted."""
         self._off_s: list[float] = []
         """Seconds of the last steps, if these were far off."""
         self._lanes = Counter[tuple[str, str]]()
@@ -101,16 +103,26 @@ class Comparison:
         ratio = self.ratio(step_s)
         if ratio is None:
             return
-        has_warm_up = len(self._took_s) < _WARM_UP
-        self._took_s += [step_s] * steps
+        has_warm_up = len(self._first_s) < _WARM_UP
+        for _ in range(steps):
+            insort(self._first_s if has_warm_up else self._took_s, step_s)
         if has_warm_up:
-            self._skipped, self._others = len(self._took_s), Others()
+            self._others = Others()
         else:
             self._off_s = [*self._off_s, *[step_s] * steps] if abs(ratio - 1) > _OFF else []
             for what, found in (measured or LaneTimes({}, {}, {}))._asdict().items():
                 self._lanes.update({(what, lane): steps * value for lane, value in found.items()})
         if not self._off_s:
             self._others_while_off = Others()
+
+    @property
+    def so_far(self) -> float | None:
+        """The median of all steps but the first over the prediction, as at the end; None without a prediction."""
+        return self.ratio(self._median_s) if self._took_s or self._first_s else None
+
+    @property
+    def _median_s(self) -> float:
+        return statistics.median(self._took_s or self._first_s)
 
     @property
     def is_off(self) -> bool:
@@ -132,14 +144,12 @@ class Comparison:
 
     def closing(self) -> dict[str, str]:
         """Return one sentence for the end of a run; empty without a prediction."""
-        took_s = self._took_s[self._skipped :] or self._took_s
-        if self._predicted is None or not took_s:
+        if self._predicted is None or not (self._took_s or self._first_s):
             return {}
-        median_s = statistics.median(took_s)
-        ratio = self.ratio(median_s) or 0.0
+        median_s, ratio = self._median_s, self.so_far or 0.0
         said = f"{self._predicted.step_s:.3g} s per step; the median took {median_s:.3g} s, {ratio:.2f} of it"
         if ratio >= _FAR and not self._is_explained and self._lanes:
-            steps, of = len(self._took_s) - self._skipped, {what: dict[str, float]() for what in LaneTimes._fields}
+            steps, of = len(self._took_s), {what: dict[str, float]() for what in LaneTimes._fields}
             for (what, lane), value in self._lanes.items():
                 of[what][lane] = value / steps
             said += f": {_busy(self._others)}{self._cause(LaneTimes(**of), median_s)}"

@@ -30,6 +30,8 @@ from outcore.spec.timeline import COMPUTE
 
 # Names in a Trainer's logs whose values are written in another form: renamed, per step instead of per run, or by lane.
 _ELSEWHERE = ("learning_rate", "num_tokens", "moved_bytes", "exposed_s", "epoch")
+_JUDGED = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+"""TRL's measures of preferences that the bar shows -> their names there."""
 WATCHED_STEPS = 3
 """Steps in which lanes are watched to say why steps are far off."""
 
@@ -157,7 +159,9 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             self._reported = now
             lap = self._meter.lap(steps=steps, tokens=tokens) | self._planned.comparison.facts()
             self._add_up(logs["loss"], steps, tokens, steps * lap["step_s"])
-            self._write(line | _training(logs) | lap | {"peak_bytes": self._planned.peak_bytes})
+            found = LaneTimes({COMPUTE: lap["compute_s"]}, lap["exposed_s"], lap["moved_bytes"])
+            self._planned.comparison.add(lap["step_s"], steps, found)
+            self._write(line | _training(logs) | _moving(lap) | {"peak_bytes": self._planned.peak_bytes})
             self._shown.report(
                 StepReport(
                     step=state.global_step,
@@ -166,11 +170,10 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
                     tokens=tokens,
                     moved_bytes=sum(self._optimizer.traffic().values()),
                     exposed_s={lane: steps * seconds for lane, seconds in lap["exposed_s"].items()},
-                    of_predicted=self._planned.comparison.ratio(lap["step_s"]),
+                    of_predicted=self._planned.comparison.so_far,
+                    judged={name: logs[key] for key, name in _JUDGED.items() if key in logs},
                 )
             )
-            found = LaneTimes({COMPUTE: lap["compute_s"]}, lap["exposed_s"], lap["moved_bytes"])
-            self._planned.comparison.add(lap["step_s"], steps, found)
             if self._planned.comparison.is_off:
                 self._meter.watch()
         elif any(name.startswith("eval_") for name in logs):
@@ -347,6 +350,14 @@ class _Meter:
         found["phases_s", ""] = self._device.recorder.phases_s()
         found |= {("moved_bytes", lane): count for lane, count in self._optimizer.traffic().items()}
         return found | {("exposed_s", lane): count for lane, count in self._optimizer.exposed_s().items()}
+
+
+def _moving(lap: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out lanes that move nothing and are not waited for."""
+    return {
+        name: {lane: n for lane, n in value.items() if n} if isinstance(value, Mapping) else value
+        for name, value in lap.items()
+    }
 
 
 def _training(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from outcore.cli.train.settings.yaml_file import read_yaml
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
 from outcore.planning.timing.known_hardware import NO_TIMES, named_hardware
-from outcore.spec.plan import Plan
 
 _NEEDED = ("model", "data", "out")
 
@@ -44,8 +43,6 @@ def refuse_at_once(config: Path | None, flags: Mapping[str, Any], assignments: S
     for text in _texts(found.get("hardware")):
         if text != NO_TIMES:
             named_hardware(text)
-    for text in _texts(found.get("plan")):
-        Plan.load(Path(text).expanduser())
 
 
 def refuse_incomplete(names: Collection[str]) -> None:
