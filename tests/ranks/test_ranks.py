@@ -167,10 +167,3 @@ def test_no_wait_between_ranks_can_be_dropped_unnoticed(num_ranks, tmp_path):
     """See ``tests/parity/test_planted_bugs.py``."""
     for said in launch("from ranks.planted import main; main()", num_ranks, [str(tmp_path)]):
         assert json.loads(said) == dict.fromkeys(sorted(BETWEEN_RANKS[num_ranks]), True)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_no_rank_leaves_while_others_need_it(num_ranks, tmp_path):
-    """``tests/outside/last_steps.py`` has more runs."""
-    code = "from ranks.last_steps import main; main(sys.argv[1:])"
-    assert launch(code, num_ranks, [str(num_ranks), "6", str(tmp_path)]) == ["6\n"] * num_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class Opened:
             has_updates: Whether units may be updated. Updates on the host need threads.
         """
         self.model, self.plan, self.device, self.traffic = model, plan, device, Traffic()
-        self._closing, self._world = ExitStack(), world
+        self._closing = ExitStack()
         if world is not None:
             self._closing.callback(world.close)
         self._closing.callback(device.close)
@@ -87,18 +87,6 @@ class Opened:
 
     def _stop(self) -> None:
         """Stop all work: nothing may be in flight to or from memory and files that are given back."""
-        try:
-            self._finish_with_ranks()
-        finally:
-            self._stop_now()
-
-    def _finish_with_ranks(self) -> None:
-        """Let all that was submitted end: a gather or a fetch that is dropped here may be one that others wait for."""
-        if self._world is not None and self._world.failure is None:
-            with suppress(LaneError):  # lanes that have stalled: `stop` says so
-                self.device.synchronize()
-
-    def _stop_now(self) -> None:
         if self.workers is not None:
             self.workers.stop()
         if self.tiers.disk is not None:
