@@ -207,10 +207,19 @@ def micro_batches(step: int) -> list[torch.Tensor]:
     return [torch.randint(0, VOCAB, (2, 5), generator=numbers, device="cpu").to(DEVICE) for _ in range(TOTAL)]
 
 
-def train(model: nn.Module, optimizer: Any, case: Case, *, num_ranks: int, rank: int, own_norm: bool) -> list[float]:
-    """Train all steps. Args: own_norm: Clip by the norm as several ranks compute it. Returns the norms."""
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    case: Case,
+    *,
+    num_ranks: int,
+    rank: int,
+    own_norm: bool,
+    steps: Sequence[int] = range(STEPS),
+) -> list[float]:
+    """Train some steps. Args: own_norm: Clip by the norm as several ranks compute it. Returns the norms."""
     norms = []
-    for step in range(STEPS):
+    for step in steps:
         batches = micro_batches(step)
         for number in range(rank, TOTAL, num_ranks):
             logits = model(batches[number], number).float().flatten(0, 1)
@@ -262,14 +271,14 @@ def width_of(case: Case) -> int:
     return 64 if case.kind in ADAPTED[1:] else 41 if case.states == "8bit" else 21
 
 
-def plain(case: Case) -> str:
+def plain(case: Case, num_steps: int = STEPS) -> str:
     """Run a case in a plain loop in one process. With bf16 it trains fp32 masters by hand."""
     if not case.is_torchs:
         with tempfile.TemporaryDirectory() as folder:
             return run(case, folder, 1, 0)["weights"]
     model = build(case.kind, case.dtype, width_of(case))
     masters = Masters(model)
-    train(model, masters, case, num_ranks=1, rank=0, own_norm=True)
+    train(model, masters, case, num_ranks=1, rank=0, own_norm=True, steps=range(num_steps))
     return digest(model)
 
 

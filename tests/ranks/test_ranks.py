@@ -14,6 +14,7 @@ from outcore.core.ranks import TIMEOUT
 from outcore.ranks.agreement import agree
 from outcore.ranks.world import join_world
 
+from . import endings
 from .cases import ADAPTED, CASES, CUT, DEVICE, MACHINES, Case, plain
 from .conftest import free_port, launch, launch_and_wait
 from .faults import Fault
@@ -114,6 +115,12 @@ def test_a_fact_that_a_rank_lacks_is_named():
     agree(world, {"unit 'a'": "1", "unit 'b'": "2", "precision=": "fp32"})
     with pytest.raises(ConfigError, match="but unit 'b' of rank 1 differs from rank 0's"):
         agree(world, {"unit 'a'": "1", "precision=": "fp32"})
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_closes_first_takes_nothing_from_the_others(num_ranks, tmp_path):
+    seed, count = num_ranks, 8
+    assert endings.lost(endings.run(seed, count, num_ranks, tmp_path), seed, count) == []
 
 
 SAVED = "from ranks.saved import main; main()"

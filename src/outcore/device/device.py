@@ -10,6 +10,7 @@ import abc
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -37,7 +38,7 @@ from outcore.device.lanes import (
 from outcore.device.race import RaceChecker
 from outcore.device.recorder import Recorder
 from outcore.memory.arena import Buffer, Region
-from outcore.spec.lanes import Lane
+from outcore.spec.lanes import RANK_LANES, Lane
 from outcore.spec.timeline import COMPUTE, HOST
 
 NOTHING: After = MappingProxyType({})
@@ -78,7 +79,6 @@ class Device(Closing):
     """Bytes of gradients per block of an update on the device: few enough for a cache, or enough to fill the device."""
     activation_share: float
     """Share of the device budget that a plan leaves to activations and workspace if their size is not known."""
-
     group_backend: str
     """Backend of torch's process groups for bytes on this device."""
     interrupts: InterruptsInBackward | None
@@ -88,8 +88,7 @@ class Device(Closing):
         self, torch_device: torch.device, execution: Execution, faults: Faults, race_checker: RaceChecker | None
     ) -> None:
         """Start the lanes. Use ``open_device``."""
-        self.torch_device = torch_device
-        self.faults = faults
+        self.torch_device, self.faults = torch_device, faults
         self.labels_seen: set[str] = set()
         """Labels under which any handle was ever a dependency, including skipped labels."""
         self._checker = race_checker
@@ -106,6 +105,8 @@ class Device(Closing):
         pace, seed = _at_once if self._delays is None else self._delays.pace, faults.permute
         service = Service(execution, pace, self._failures, self.recorder)
         self._lanes: Lanes = ThreadedLanes(service) if seed is None else PermutedLanes(service, seed)
+        self.meet_others = partial(self._lanes.drain, RANK_LANES)
+        """Blocks the host until all operations between ranks are over, failed ones included."""
         self.pid = os.getpid()
         """Process that opened the device. A forked child cannot use the device."""
         self._finalizer = weakref.finalize(self, _close_lanes, self._lanes, execution, self.pid)

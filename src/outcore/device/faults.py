@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -162,10 +162,12 @@ class PermutedLanes:
             if not handle.is_issued and self._random.random() < 0.5:
                 self._run_any()
 
-    def drain(self) -> None:
-        """Run all queued operations, in random order."""
+    def drain(self, lanes: Collection[Lane] = tuple(Lane)) -> None:
+        """Run operations, in random order, until these lanes have none."""
         with self._lock:
-            while self._run_any() or self._wait_for_others():
+            while (any(self._queues[lane] for lane in lanes) or self._under_way) and (
+                self._run_any() or self._wait_for_others()
+            ):
                 pass
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import final
@@ -105,9 +105,9 @@ class ThreadedLanes:
     def poll(self, handle: Handle) -> None:
         """Do nothing: threads advance on their own."""
 
-    def drain(self) -> None:
-        """Block until all operations submitted so far ran or failed, and their bytes are there."""
-        for handle in tuple(self._last.values()):
+    def drain(self, lanes: Collection[Lane] = tuple(Lane)) -> None:
+        """Block until all operations submitted so far to these lanes ran or failed, and their bytes are there."""
+        for handle in [handle for lane, handle in tuple(self._last.items()) if lane in lanes]:
             handle.wait_issued()
             if handle.completion is not None:
                 wait_for(handle.completion)

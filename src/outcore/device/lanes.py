@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Protocol, final
@@ -117,8 +117,8 @@ class Lanes(Protocol):
     def poll(self, handle: Handle) -> None:
         """Take note that a caller asked whether ``handle`` is done."""
 
-    def drain(self) -> None:
-        """Block until nothing is queued."""
+    def drain(self, lanes: Collection[Lane] = tuple(Lane)) -> None:
+        """Block until nothing is queued on these lanes."""
 
     def close(self) -> None:
         """Let running operations finish, fail the queued ones, join the threads."""

@@ -8,6 +8,7 @@ the host. These are cached in the same way, and written again only after the fet
 [Note: cut fetches] If weights are cut over ranks, a fetch brings this rank's runs to their places in the slot, and an
 all-gather fills in the others. Runs that rest on the device go into the all-gather from there. All-gathers meet in the
 order in which they are submitted. So all ranks must visit the same units in the same order, and move the same weights.
+Whether a fetch is made ahead depends on visits alone, never on time, and no rank drops one that all have submitted.
 """
 
 from __future__ import annotations

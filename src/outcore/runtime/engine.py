@@ -217,8 +217,8 @@ class Engine:
     def close(self) -> None:
         """Let running work end; give back memory, files and threads, and the module its own forward. Idempotent.
 
-        Queued operations are dropped, and updates stop after the blocks that they have begun. If a Ctrl-C ends the
-        waiting, everything is given back all the same.
+        Queued operations are dropped, and updates stop after the blocks that they have begun, except for what other
+        ranks wait for. If a Ctrl-C ends the waiting, everything is given back all the same.
         """
         if self.is_closed:
             return

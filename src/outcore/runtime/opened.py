@@ -1,10 +1,19 @@
-"""What a run opens and closes as a whole: device, memory, files and threads."""
+"""What a run opens and closes as a whole: device, memory, files and threads.
+
+[Note: last meetings] After the last step, ranks still exchange new weights, and weights that were fetched ahead for a
+step that does not come. One rank closes while another still reads weights: it writes the model, say. So no rank may
+drop its part of what all ranks have submitted: closing first lets these operations end. They are the same on all ranks
+and none waits for a call that a rank has yet to make, so this takes no longer than the slowest rank takes to make the
+calls that this one has made. Only a Ctrl-C, or ranks that have lost one another, cut it short.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -71,6 +80,8 @@ class Opened:
             if self.workers is not None:
                 self._closing.callback(self.workers.close)
             self._closing.callback(self._stop)
+            if world is not None:
+                self._closing.callback(self._meet_last, world)
 
     def close(self) -> None:
         """Stop what runs and give everything back. Idempotent."""
@@ -84,6 +95,16 @@ class Opened:
         except BaseException:
             self.close()
             raise
+
+    def _meet_last(self, world: World) -> None:
+        """Let operations end that other ranks may wait for. See [Note: last meetings]."""
+        was_lost, cause = world.failure is not None, sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if was_lost or isinstance(cause, KeyboardInterrupt) or os.getpid() != self.device.pid:
+            return
+        with suppress(LaneError):  # a stall; what follows reports it
+            self.device.meet_others()
+        if world.failure is not None:
+            warnings.warn(str(world.failure), RuntimeWarning, stacklevel=2)
 
     def _stop(self) -> None:
         """Stop all work: nothing may be in flight to or from memory and files that are given back."""
