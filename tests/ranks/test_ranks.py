@@ -146,6 +146,7 @@ FAULTS = [
     Fault("dies", "update", 1, rank=0, homes="disk"),
     Fault("stalls", "backward"),
     Fault("is_interrupted", "gather", 1),
+    Fault("is_interrupted", "link", 4, partition="world"),
     Fault("skips", "backward", 1),
     Fault("asks", "norm"),
     Fault("asks", "gradient", rank=2),

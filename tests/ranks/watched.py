@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import nursery
 
 from .conftest import start
-from .faults import IN_PREPARE, NUM_SAVED_WRITES, POINTS, TIMEOUT_S, Fault
+from .faults import IN_PREPARE, NUM_SAVED_WRITES, POINTS, STALL_S, TIMEOUT_S, Fault
 
 _STARTING = threading.Lock()
 """Held while ranks start: the nursery starts one group at a time."""
@@ -162,7 +162,10 @@ def judge(fault: Fault, ranks: list[Watched]) -> Verdict:
     seconds = max((line["at"] for line in lines), default=began_at) - began_at
     if seconds > (MARGIN_S if heard == "interrupted" else TIMEOUT_S + MARGIN_S):
         wrong.append(f"took {seconds:.1f} s")
-    return Verdict(True, wrong, seconds, max(rank.ended_at for rank in others) - began_at, where)
+    ended_s = max(rank.ended_at for rank in others) - began_at
+    if heard == "interrupted" and ended_s > STALL_S - INTERRUPT_S:
+        wrong.append(f"took {ended_s:.1f} s to close: it waited for the rank that stalls")
+    return Verdict(True, wrong, seconds, ended_s, where)
 
 
 def _wrong(fault: Fault, number: int, rank: Watched, heard: str) -> Iterator[str]:
