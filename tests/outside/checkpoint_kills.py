@@ -1,10 +1,11 @@
 """Kill trainings that save at every step, restart them until they are done, and check that nothing was lost.
 
-Each life is a process: of a loop that calls ``save_checkpoint`` and ``load_checkpoint``, or of ``outcore train``. It
-goes on from the newest checkpoint, and is killed (SIGKILL) at a system call in a phase of a save, inside a load, or at
-any time. After a life that committed nothing, the next is killed after its first commit, so two lives in a row without
-a commit would be a run that is stuck. In the end weights, states and losses must be those of a run that was not killed,
-with every step once in ``metrics.jsonl``.
+Each life is a process: of a loop that calls ``save_checkpoint`` and ``load_checkpoint``, or of ``outcore train``. Or it
+is two processes: the ranks of ``outcore train --nproc 2``, as torch's launcher starts them. It goes on from the newest
+checkpoint, and is killed (SIGKILL) at a system call in a phase of a save, inside a load, or at any time. Of two ranks
+one is killed, and the other must end by itself. After a life that committed nothing, the next is killed after its first
+commit, so two lives in a row without a commit would be a run that is stuck. In the end weights, states and losses must
+be those of a run that was not killed, with every step once in ``metrics.jsonl``.
 
 python tests/outside/checkpoint_kills.py --minutes 30 --report report.md
 """
@@ -34,16 +35,23 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ranks.conftest import free_port
+
 STEPS = 6
 IN_A_SAVE = ("write", "manifest", "rename", "removal")
 PHASES = (*IN_A_SAVE, "load", "any time")
 CALLS = {
     "loop": {"write": 42, "manifest": 3, "rename": 2, "removal": 9, "load": 7},
     "train": {"write": 170, "manifest": 3, "rename": 2, "removal": 18, "load": 25},
+    "ranks": {"write": 60, "manifest": 3, "rename": 2, "removal": 18, "load": 25},
 }
 """Approximate number of system calls in each phase of a save or load."""
-KINDS = tuple(itertools.product(("loop", "train"), ("full", "lora"), ("device", "host", "disk")))
+KINDS = tuple(itertools.product(("loop", "train", "ranks"), ("full", "lora"), ("device", "host", "disk")))
+NUM_RANKS = 2
 BUDGETS = {"full": ("200KiB", "400KiB"), "lora": ("80KiB", "76KiB")}
+OF_RANKS = {"full": ("260KiB", "1300KiB"), "lora": ("160KiB", "400KiB")}
+BOUND_S = 60.0
+"""Time within which a rank ends once another one was killed."""
 
 
 class Plan(NamedTuple):
@@ -54,6 +62,8 @@ class Plan(NamedTuple):
     """Number of calls of the phase before the kill; at any time: thousandths of the time that a whole life takes."""
     commits: int
     """Number of checkpoints that this life commits first."""
+    rank: int = 0
+    """Which of several processes is killed."""
 
 
 class Life(NamedTuple):
@@ -73,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0, help="of the kills, and which kind of run comes first")
-    parser.add_argument("--of", choices=("loop", "train"), help="kill these alone")
+    parser.add_argument("--of", choices=("loop", "train", "ranks"), help="kill these alone")
     parser.add_argument("--report", type=Path)
     args = parser.parse_args(arguments)
     kinds = [kind for kind in KINDS if args.of in (None, kind[0])]
@@ -159,7 +169,9 @@ def _plan(program: str, kills: Any, rng: random.Random, *, has_committed: bool, 
     phases = [phase for phase in (PHASES if has_committed else IN_A_SAVE) if phase != "load" or newest > 0]
     phase = min(phases, key=lambda phase: (kills[program, phase], rng.random()))
     number = rng.randrange(CALLS[program].get(phase, 1000))
-    return Plan(phase, number, rng.choice((0, 0, 1, 2)) if has_committed else 1)
+    is_of_all = program == "ranks" and phase in ("write", "load", "any time")  # rank 0 does the rest
+    commits = rng.choice((0, 0, 1, 2)) if has_committed else 1
+    return Plan(phase, number, commits, rng.randrange(NUM_RANKS) if is_of_all else 0)
 
 
 def _newest(folder: Path) -> int:
@@ -183,25 +195,60 @@ def lived(folder: Path, kind: Any, plan: Plan | None, whole_s: float = 0.0) -> L
     (folder / "c").mkdir(exist_ok=True)
     said = folder / "said"
     said.unlink(missing_ok=True)
+    if kind[0] != "loop":
+        _write_files(folder)
     told = mmap.mmap(-1, 8192)  # shared with the child
     told[:16] = struct.pack("qq", -1, -1)
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            text, status = _what_came(folder, kind, plan, told)
-            end = text.encode(errors="replace")[16 - len(told) :]
-            told[16 : 16 + len(end)] = end
-        finally:
-            os._exit(status)
+    port = free_port()
+    pids = [_begun(folder, kind, plan, told, rank, port) for rank in range(NUM_RANKS if kind[0] == "ranks" else 1)]
+    first = 0 if plan is None else plan.rank
     if plan is not None and plan.phase == "any time":
         time.sleep(plan.number / 1000 * whole_s)
-        os.kill(pid, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.kill(pids[first], signal.SIGKILL)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pids[first], 0)[1])]
+    text = told[16:].rstrip(b"\0").decode(errors="replace")
+    for pid in pids:
+        if pid != pids[first] and (status := _soon(pid)) is None:
+            text, statuses = f"a rank did not end within {BOUND_S:g} s of the other", [1]
+        elif pid != pids[first]:
+            statuses.append(status)
+    text = text or told[16:].rstrip(b"\0").decode(errors="replace")
     begun, durable = struct.unpack("qq", told[:16])
-    if kind[0] == "train" and said.exists() and (found := re.search(r", at step (\d+) of ", said.read_text())):
+    if kind[0] != "loop" and said.exists() and (found := re.search(r", at step (\d+) of ", said.read_text())):
         begun = int(found[1])
-    return Life(status, begun, durable, told[16:].rstrip(b"\0").decode(errors="replace"))
+    return Life(statuses[0] or max(statuses), begun, durable, text)
+
+
+def _begun(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap, rank: int, port: str) -> int:
+    """Begin a process of a life. Returns its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        if kind[0] == "ranks":
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
+            os.environ.update({name: str(value) for name, value in place.items()})
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1")
+        text, status = _what_came(folder, kind, plan if plan is not None and plan.rank == rank else None, told)
+        end = text.encode(errors="replace")[16 - len(told) :]
+        if end:
+            told[16 : 16 + len(end)] = end
+    finally:
+        os._exit(status)
+
+
+def _soon(pid: int) -> int | None:
+    """Wait for a process whose other ranks have ended. Returns its status; None if it had to be killed."""
+    deadline_s = time.monotonic() + BOUND_S
+    while time.monotonic() < deadline_s:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
 
 
 def _what_came(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> tuple[str, int]:
@@ -216,7 +263,7 @@ class _Killer:
     """Kills this process at a call in a phase."""
 
     def __init__(self, plan: Plan | None) -> None:
-        self._phase, self._left, self._commits = plan or Plan("never", 0, 0)
+        self._phase, self._left, self._commits, _ = plan or Plan("never", 0, 0)
         self._done = 0
         self._is_loading = True
 
@@ -278,21 +325,26 @@ def state_digest(model: Any, optimizer: Any, losses: list[float]) -> str:
     return found.hexdigest()
 
 
-def _train(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> str:
-    """Run ``outcore train --resume auto``, with an evaluation after each epoch of three steps."""
+def _write_files(folder: Path) -> None:
+    """Write what ``outcore train`` reads."""
     from cli.conftest import CONFIG, write_json, write_jsonl
 
+    write_json(folder / "model.json", {**CONFIG, "num_hidden_layers": 2, "attention_dropout": 0.1})
+    write_jsonl(folder / "rows.jsonl", [{"prompt": f"{n} and {n} is ", "completion": f"{2 * n}"} for n in range(5)])
+
+
+def _train(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> str:
+    """Run ``outcore train --resume auto``, with an evaluation after each epoch of three steps."""
     from outcore.cli import main as cli
     from outside.calls import watched
 
     model, rows, out = folder / "model.json", folder / "rows.jsonl", folder / "c"
-    if not rows.exists():
-        write_json(model, {**CONFIG, "num_hidden_layers": 2, "attention_dropout": 0.1})
-        write_jsonl(rows, [{"prompt": f"{n} and {n} is ", "completion": f"{2 * n}"} for n in range(5)])
-    device, host = BUDGETS[kind[1]]
+    rank = int(os.environ.get("RANK", "0"))
+    device, host = (OF_RANKS if kind[0] == "ranks" else BUDGETS)[kind[1]]
     memory = {"device": [], "host": ["--device-memory", device]}
     memory["disk"] = [*memory["host"], "--host-memory", host, "--disk", str(folder)]
-    command = f"outcore train --steps {STEPS} --batch-size 2 --seq-len 32 --lr 1e-2 --save-every 1 --keep 2".split()
+    size = 2 // NUM_RANKS if kind[0] == "ranks" else 2
+    command = f"outcore train --steps {STEPS} --batch-size {size} --seq-len 32 --lr 1e-2 --save-every 1".split()
     command += [
         "--model",
         str(model),
@@ -304,8 +356,16 @@ def _train(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> str:
         str(out),
         *memory[kind[2]],
     ]
-    command += ["--set", "eval_strategy=epoch", "--resume", "auto", *(["--lora", "2"] if kind[1] == "lora" else [])]
-    with (folder / "said").open("w") as said:
+    command += [
+        "--keep",
+        "2",
+        "--set",
+        "eval_strategy=epoch",
+        "--resume",
+        "auto",
+        *(["--lora", "2"] if kind[1] == "lora" else []),
+    ]
+    with (folder / ("said" if rank == 0 else f"said-{rank}")).open("w") as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
     sys.argv = command
@@ -317,7 +377,7 @@ def _train(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> str:
         sys.stdout.flush()
         if stop.code:
             raise RuntimeError((folder / "said").read_text()) from stop
-    return _trained(out)
+    return "" if rank else _trained(out)
 
 
 def _trained(out: Path) -> str:
