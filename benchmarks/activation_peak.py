@@ -27,10 +27,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
 import outcore
-from outcore.planning.forward.activations import footprint_of
-from outcore.planning.forward.footprint import Footprint
-from outcore.planning.homes.sending import Sending
-from outcore.planning.units.partition import partition
+from outcore.model.partition import partition
+from outcore.planner.forward.footprint import Footprint
+from outcore.planner.forward.saved_bytes import footprint_of
+from outcore.planner.homes.activation_policies import Sending
 from outcore.spec.plan import POLICIES, Policy, UnitPlan
 
 SSDTRAIN_LESS = 0.47

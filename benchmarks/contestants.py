@@ -22,9 +22,9 @@ from torch.nn.utils import clip_grad_norm_
 
 import outcore
 from outcore.core.quantities import format_bytes
+from outcore.engine.optimizer import StreamedOptimizer
+from outcore.engine.recompute.checks import FIRST_CALLS
 from outcore.memory.limits import host_free_bytes
-from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.runtime.recompute.checks import FIRST_CALLS
 from outcore.spec.plan import Plan
 from outcore.spec.timeline import COMPUTE, Timeline
 

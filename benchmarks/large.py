@@ -45,15 +45,15 @@ from outcore.api import plan_in_time
 from outcore.core.errors import OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
-from outcore.planning.bound.bound import Bound, bound_of
-from outcore.planning.homes.table import plan_table
-from outcore.planning.paper.schedule import usual_visits
-from outcore.planning.timing.rates import Rates
-from outcore.planning.timing.simulate import Simulation
-from outcore.planning.units.partition import partition
+from outcore.model.partition import partition
+from outcore.planner.bound.bound import Bound, bound_of
+from outcore.planner.homes.table import plan_table
+from outcore.planner.timing.rates import Rates
+from outcore.planner.timing.simulate import Simulation
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan
+from outcore.spec.schedule import usual_visits
 from outcore.spec.timeline import COMPUTE, Timeline
 
 HOST_SHARE, DISK_SHARE = 0.94, 0.9

@@ -42,20 +42,21 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.device.cuda import sleep_on_stream
 from outcore.device.faults import Faults
-from outcore.planning.bound.bound import bound_of
-from outcore.planning.forward import dear
-from outcore.planning.homes.early import with_early_updates
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.timing.rates import LINK_OF, Rates
-from outcore.planning.timing.simulate import simulate
-from outcore.planning.units.partition import partition
-from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.engine.optimizer import StreamedOptimizer
+from outcore.model import expensive_operations as dear
+from outcore.model.partition import partition
+from outcore.planner.bound.bound import bound_of
+from outcore.planner.homes.early_placement import with_early_updates
+from outcore.planner.homes.pools import Comfort, pools_for
+from outcore.planner.paper.paper_schedule import Circumstances
+from outcore.planner.timing.rates import LINK_OF, Rates
+from outcore.planner.timing.simulate import simulate
 from outcore.spec.budget import Limits
 from outcore.spec.cut import weights_home
 from outcore.spec.layout import states_bytes, sums_on_device, update_cost_numel
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Gather, Partition, Plan, Policy, Tier, UnitPlan
+from outcore.spec.schedule import usual_visits
 from outcore.spec.timeline import COMPUTE, Span, Timeline
 
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

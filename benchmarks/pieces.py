@@ -23,8 +23,8 @@ from torch import nn
 
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.units.partition import partition
+from outcore.model.partition import partition
+from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.spec.plan import Plan, UnitPlan
 
 ROWS = 16

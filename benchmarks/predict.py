@@ -44,21 +44,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
 from outcore.api import prepare_for_test
-from outcore.choice import Options, Timed
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
-from outcore.planning.homes.check import with_room
-from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.search.candidates import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, Choice, Kind
-from outcore.planning.timing.profile import rates_for
-from outcore.planning.timing.simulate import simulate
-from outcore.planning.units.partition import partition
-from outcore.probe.blocks import Speed
+from outcore.model.partition import partition
+from outcore.planner.homes.check import with_room
+from outcore.planner.paper.paper_schedule import Circumstances
+from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, Choice, Kind
+from outcore.planner.timing.profile import rates_for
+from outcore.planner.timing.simulate import simulate
+from outcore.preparation.plan_choice import Options, Timed
+from outcore.probe.block_times import Speed
+from outcore.probe.compute_rates import products
 from outcore.probe.measure import WHOLE, Effort, measure
-from outcore.probe.work import products
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.plan import Plan
+from outcore.spec.schedule import usual_visits
 
 HOMES: Mapping[str, Kind] = {"device": ALL_DEVICE, "host": ALL_HOST, "disk": ALL_DISK}
 PLENTY = Limits(device_bytes=2**40, host_bytes=2**40, disk_bytes=2**40)

@@ -21,13 +21,13 @@ from transformers import LlamaConfig
 
 from outcore.device.device import Device
 from outcore.device.opening import open_device
+from outcore.engine.updates.workers import UpdateWorkers
 from outcore.memory.arena import Region
 from outcore.memory.disk import DiskStore
 from outcore.memory.host import HostMemory
 from outcore.optim.blocks import Piece, update_blocks
 from outcore.optim.rules import AdamHyper
-from outcore.runtime.updates.workers import UpdateWorkers
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.layout import lay_out_states
 from outcore.spec.model import Part, UnitSpec
 

@@ -29,8 +29,8 @@ from pieces import Row
 
 import outcore
 from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.units.partition import partition
+from outcore.model.partition import partition
+from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.spec.plan import Plan, UnitPlan
 
 TIERS = ("host", "disk")

@@ -38,8 +38,8 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.units.partition import partition
+from outcore.model.partition import partition
+from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
 

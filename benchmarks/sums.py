@@ -30,9 +30,9 @@ from measuring import context, spread
 
 from outcore.core.quantities import parse_bytes
 from outcore.memory import disk
+from outcore.memory.checksums import Segment, Sums
 from outcore.memory.disk_file import OsDiskIO
 from outcore.memory.host import HostMemory
-from outcore.memory.sums import Segment, Sums
 
 GOAL_FRACTION = 0.02
 NAMES = ("without", "with")

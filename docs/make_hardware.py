@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from outcore.cli.plan.answer import Answer, Question, answer
+from outcore.command.plan.answer import Answer, Question, answer
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
-from outcore.planning.homes.reservations import tier_bytes
+from outcore.spec.reservations import tier_bytes
 
 PAGE = Path(__file__).resolve().parent / "hardware.md"
 BEGIN, END = "<!-- made by make_hardware.py -->", "<!-- end of what is made -->"

@@ -14,9 +14,9 @@ from typing import Any
 import outcore
 from outcore import optim
 from outcore.device.recorder import Recorder
+from outcore.engine.optimizer import StreamedOptimizer
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.losses import chunked
-from outcore.runtime.optimizer import StreamedOptimizer
 from outcore.spec.timeline import Timeline
 
 PAGE = Path(__file__).with_name("reference.md")

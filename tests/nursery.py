@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 
 IMPORTED = os.environ.get(
     "OUTCORE_TEST_IMPORTED",
-    "pytest torch._dynamo torch.distributed.fsdp outcore.api outcore.cli.main outcore.cli.train.run datasets peft "
+    "pytest torch._dynamo torch.distributed.fsdp outcore.api outcore.command.main outcore.command.train.run "
+    "datasets peft "
     "transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama "
     "transformers.models.gpt2.modeling_gpt2 trl.trainer.sft_trainer trl.trainer.dpo_trainer",
 ).split()

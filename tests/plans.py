@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.model.partition import partition as cut_into_units
 from outcore.optim.joined import members
 from outcore.optim.rules import rule_for
-from outcore.planning.homes.pools import LEAST, Comfort, pools_for
-from outcore.planning.homes.reservations import can_be_early
-from outcore.planning.homes.share import can_be_staged, spread
-from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.units.partition import partition as cut_into_units
+from outcore.planner.homes.pools import LEAST, Comfort, pools_for
+from outcore.planner.homes.share import can_be_staged, spread
+from outcore.planner.timing.known_hardware import known_hardware
 from outcore.spec.hardware import Hardware
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
+from outcore.spec.reservations import can_be_early
 
 SAVED_BYTES = 2**20
 """Room for the activations of one call, where they leave the device."""

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

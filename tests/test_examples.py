@@ -24,10 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, SFTConfig
 
 import outcore
-from outcore.cli.main import app, main
-from outcore.cli.train.data.load import load_data
-from outcore.cli.train.settings.run_settings import resolve
-from outcore.cli.train.settings.schema import SHORT_NAMES
+from outcore.command.main import app, main
+from outcore.command.train.data.load import load_data
+from outcore.command.train.settings.run_settings import resolve
+from outcore.command.train.settings.schema import SHORT_NAMES
 from outcore.integrations.refusals import _ARGUMENTS as REFUSED
 from outcore.integrations.transformers import OutcoreMixin
 
@@ -38,7 +38,7 @@ SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if "__main__" in p.read_tex
 SETTINGS = sorted(p.name for p in FOLDER.rglob("*.yaml"))
 FROM_NOTHING = [name for name in SETTINGS if "\nmodel:" in (FOLDER / name).read_text()]
 CONFIG = FOLDER / "data" / "config.json"
-OUTCORE = [sys.executable, "-c", "from outcore.cli.main import main; main()"]
+OUTCORE = [sys.executable, "-c", "from outcore.command.main import main; main()"]
 TRAINED: dict[str, Path] = {}
 COMMAND = typer.main.get_command(app).commands["train"]
 OPTIONS = {name for option in COMMAND.params for name in option.opts if name.startswith("--")}

@@ -24,7 +24,7 @@ ATTRIBUTES = 15  # of an object: more are several ideas
 ROOM = 13  # files in a folder: about as many as a reader keeps in mind
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # Entry points of the package; the command and the integrations are imported on demand.
-ENTRIES = ("outcore", "outcore.__main__", "outcore.cli.main", "outcore.integrations.transformers")
+ENTRIES = ("outcore", "outcore.__main__", "outcore.command.main", "outcore.integrations.transformers")
 # Users call the first two, tests and benchmarks the third, a Trainer behind the mixin the others; the race checker runs
 # in tests alone.
 FOR_OTHERS = {
@@ -35,7 +35,7 @@ FOR_OTHERS = {
 KINDS = {"cpu", "cuda", "mps", "xpu"}
 OPENERS = {"open", "fdopen", "safe_open", "read_text", "write_text", "read_bytes", "write_bytes"}
 # memory/ opens files. A plan and a machine save and load themselves; the command line reads files that its user names.
-MAY_OPEN = ("memory/", "cli/", "spec/text_file.py")
+MAY_OPEN = ("memory/", "command/", "spec/text_file.py")
 
 
 def relative(path: Path) -> str:
@@ -157,8 +157,8 @@ def mentioned(path: Path) -> Iterator[str]:
             yield node.value
 
 
-def test_prints_only_in_cli():
-    found = [f"{n}:{call.lineno}" for n, p in modules(but=("cli/",)) for call, name in calls(p) if name == "print"]
+def test_prints_only_in_the_command():
+    found = [f"{n}:{call.lineno}" for n, p in modules(but=("command/",)) for call, name in calls(p) if name == "print"]
     assert not found
 
 
@@ -199,7 +199,7 @@ def test_asks_the_device_instead_of_its_name():
     """Whatever depends on the kind of device is a property of ``Device``; the command takes names from its user."""
     asked = [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
-        for name, path in modules(but=("device/", "cli/"))
+        for name, path in modules(but=("device/", "command/"))
         for node in nodes(path)
         if isinstance(node, ast.Compare) and KINDS & {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
     ]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from outcore import losses as losses
     from outcore.api import close, gathered, named_tensors, prepare, save_pretrained
+    from outcore.checkpoint.save_and_load import load_checkpoint, save_checkpoint
+    from outcore.checkpoint.weights.quantize import quantized
     from outcore.core.errors import (
         AbsentParameterError,
         ConfigError,
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
         PlanInfeasibleError,
         UnsupportedError,
     )
-    from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
-    from outcore.saving.weights.quantize import quantized
     from outcore.spec.budget import Budget
     from outcore.spec.plan import Plan
 
@@ -48,9 +48,9 @@ __all__ = [
 _HOMES = {
     "Budget": "outcore.spec.budget",
     "Plan": "outcore.spec.plan",
-    "load_checkpoint": "outcore.saving.checkpoint",
-    "quantized": "outcore.saving.weights.quantize",
-    "save_checkpoint": "outcore.saving.checkpoint",
+    "load_checkpoint": "outcore.checkpoint.save_and_load",
+    "quantized": "outcore.checkpoint.weights.quantize",
+    "save_checkpoint": "outcore.checkpoint.save_and_load",
 }
 
 

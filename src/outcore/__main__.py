@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outcore.cli.start import main
+from outcore.command.start import main
 
 if __name__ == "__main__":
     main()

@@ -12,33 +12,42 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from outcore.arguments import cut_model, note_given, thaw, trained_in
-from outcore.choice import Options, Reduction
+from outcore.checkpoint.save_and_load import Resumed
+from outcore.checkpoint.weights.export import save_model, stream_tensors
+from outcore.checkpoint.weights.first_values import FirstValues
+from outcore.checkpoint.weights.give_back import Origin, give_back, origins_of, take_weights
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
 from outcore.device.race import RaceChecker
 from outcore.device.threads import close_at_exit
-from outcore.forecast import NamedHardware
+from outcore.engine.attached import switch_off_checkpointing
+from outcore.engine.checkpoint_saves import last_save
+from outcore.engine.engine import Engine, Promises
+from outcore.engine.gather import gathered_units
+from outcore.engine.module.compiling import Compiling
+from outcore.engine.module_guard import attachment_of, engine_of
+from outcore.engine.optimizer import StreamedOptimizer
+from outcore.engine.unit.unit import Unit
 from outcore.optim.joined import as_one
-from outcore.planning.timing.simulate import Simulation
+from outcore.planner.timing.simulate import Simulation
+from outcore.preparation.arguments import cut_model, note_given, thaw, trained_in
+from outcore.preparation.forecast import NamedHardware
+from outcore.preparation.plan_choice import Options, Reduction
+from outcore.preparation.with_ranks import (
+    chosen,
+    chosen_alone,
+    free_of_node,
+    groups_said,
+    joined,
+    meet,
+    of_first_rank,
+    of_this_rank,
+)
 from outcore.ranks.world import World
-from outcore.runtime.attached import switch_off_checkpointing
-from outcore.runtime.engine import Engine, Promises
-from outcore.runtime.gather import gathered_units
-from outcore.runtime.module.compiling import Compiling
-from outcore.runtime.module_guard import attachment_of, engine_of
-from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.runtime.saves import last_save
-from outcore.runtime.unit.unit import Unit
-from outcore.saving.checkpoint import Resumed
-from outcore.saving.weights.export import save_model, stream_tensors
-from outcore.saving.weights.first_values import FirstValues
-from outcore.saving.weights.give_back import Origin, give_back, origins_of, take_weights
 from outcore.spec.budget import Budget
 from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import AwayTier, Plan
-from outcore.together import chosen, chosen_alone, free_of_node, groups_said, joined, meet, of_first_rank, of_this_rank
 
 _Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

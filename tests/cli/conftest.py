@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from outcore import forecast
-from outcore.cli import main as cli
-from outcore.planning.search.job import Job
-from outcore.planning.search.search import Found, search
+from outcore.command import main as cli
+from outcore.planner.search.job import Job
+from outcore.planner.search.search import Found, search
+from outcore.preparation import forecast
 
 # Transformers imports torchao at some point, and torchao then warns about what it cannot load.
 with warnings.catch_warnings(action="ignore"), suppress(ImportError):

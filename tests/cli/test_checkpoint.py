@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from saving import small
 
 import outcore
-from outcore.cli import checkpoint
-from outcore.cli import main as cli
+from outcore.checkpoint.find_checkpoints import prune
+from outcore.command import checkpoint
+from outcore.command import main as cli
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, remove, write_new
-from outcore.saving.found import prune
-from outcore.spec.checkpoint import Manifest
+from outcore.spec.manifest import Manifest
 
 from .conftest import Run
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import typer
 
-from outcore.cli.command import Command
-from outcore.cli.main import app
+from outcore.command.command import Command
+from outcore.command.main import app
 
 from .conftest import Run
 

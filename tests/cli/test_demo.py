@@ -17,19 +17,19 @@ import torch
 from rich.console import Console
 
 import outcore
-from outcore.cli.demo import demo, plain_loop
-from outcore.cli.demo import size as demo_size
+from outcore.command.demo import demo, plain_loop
+from outcore.command.demo import size as demo_size
 from outcore.core.errors import ConfigError
 from outcore.memory.topology import Others
 
 from .conftest import Run, replaced
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plain_loop.py"
-COMMAND = [sys.executable, "-c", "from outcore.cli.main import main; main()", "demo"]
+COMMAND = [sys.executable, "-c", "from outcore.command.main import main; main()", "demo"]
 # The same shape with smaller sizes: otherwise writing the sample alone takes seconds. Six layers also fit a device
 # budget of a tenth in fp32, which the demo takes on CPUs without AVX-512.
-SIZES = "import outcore.cli.demo.plain_loop as p; p.HIDDEN, p.LAYERS, p.BATCH_SIZE, p.SEQUENCE = 64, 6, 2, 33; "
-SIZES += "import outcore.cli.demo.demo as d; d.SAMPLE_TOKENS = 9; "
+SIZES = "import outcore.command.demo.plain_loop as p; p.HIDDEN, p.LAYERS, p.BATCH_SIZE, p.SEQUENCE = 64, 6, 2, 33; "
+SIZES += "import outcore.command.demo.demo as d; d.SAMPLE_TOKENS = 9; "
 SMALL = [*COMMAND[:2], SIZES + COMMAND[2], COMMAND[3]]
 
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
-from outcore.cli.train.model import reference
-from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
-from outcore.cli.train.model.reference import Planned, plan_both
+from outcore.command.train.model import reference
+from outcore.command.train.model.byte_tokenizer import byte_tokenizer
+from outcore.command.train.model.reference import Planned, plan_both
 from outcore.core.errors import PlanInfeasibleError
 from outcore.spec.budget import Budget
 

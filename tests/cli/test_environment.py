@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outcore.cli import environment
+from outcore.command import environment
 from outcore.memory.limits import host_limit_bytes, host_total_bytes
 
 from .conftest import Run

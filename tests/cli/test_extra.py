@@ -39,7 +39,7 @@ with outcore.prepare(model, optimizer, units=[torch.nn.Linear]) as (model, optim
 assert not any(map(torch.equal, before, model.parameters()))
 print("trained", sorted({name.partition(".")[0] for name in sys.modules} & set(os.environ["BLOCKED"].split())))
 """
-RUN = "from outcore.cli.start import main; sys.argv[1:] = {arguments!r}; main()"
+RUN = "from outcore.command.start import main; sys.argv[1:] = {arguments!r}; main()"
 
 
 def python(code: str, blocked: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
-from outcore.cli.train.settings.fields import Kind, admitted
-from outcore.cli.train.settings.given import Given, from_yaml, shown
+from outcore.command.train.settings.fields import Kind, admitted
+from outcore.command.train.settings.given_settings import Given, from_yaml, shown
 from outcore.core.errors import ConfigError
 
 Color = Enum("Color", {"RED": "red", "NO": "no"})

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from outcore.cli.plan import fit
-from outcore.cli.plan import known as known_models
-from outcore.cli.plan.answer import answer
-from outcore.cli.plan.question import Question
-from outcore.cli.train.model.source import build_model
-from outcore.planning.timing import known_hardware as parts
-from outcore.planning.timing.known_hardware import known_hardware
+from outcore.command.plan import fit, known_models
+from outcore.command.plan.answer import answer
+from outcore.command.plan.question import Question
+from outcore.command.train.model.source import build_model
+from outcore.planner.timing import known_hardware as parts
+from outcore.planner.timing.known_hardware import known_hardware
 from outcore.spec.hardware import Hardware
 
 from .conftest import CONFIG, Run

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from trl import maybe_convert_to_chatml
 
-from outcore.cli.train.data.foreign_rows import ALPACA, SHARE_GPT
-from outcore.cli.train.data.load import load_data
-from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
+from outcore.command.train.data.foreign_rows import ALPACA, SHARE_GPT
+from outcore.command.train.data.load import load_data
+from outcore.command.train.methods import FINE_TUNING, PREFERENCES, Method
 from outcore.core.errors import ConfigError
 
 from .conftest import write_jsonl

@@ -13,10 +13,10 @@ import sys
 import pytest
 import typer
 
-from outcore.cli import main as cli
-from outcore.cli.start import Loading
-from outcore.cli.terminal import Terminal, fitted
-from outcore.cli.train.output.notices import notices
+from outcore.command import main as cli
+from outcore.command.start import Loading
+from outcore.command.terminal import Terminal, fitted
+from outcore.command.train.output.notices import notices
 from outcore.core.errors import ConfigError, DiskError, PlanInfeasibleError
 
 
@@ -45,7 +45,7 @@ def test_help_needs_no_torch(command, option):
     """Help is instant and importing torch takes seconds: neither the package nor the command line may import it."""
     code = (
         f"import sys; sys.argv[1:] = ['{command}', '--help']\n"
-        "from outcore.cli.main import main\n"
+        "from outcore.command.main import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "print({'torch', 'numpy', 'yaml', 'transformers'} & sys.modules.keys() or 'light')"
@@ -80,7 +80,7 @@ def test_what_needs_no_torch_is_refused_without_it(tmp_path, typed, says):
     model = [] if "--model" in typed or typed.startswith("plan") else ["--model", "model.json"]
     code = (
         "import sys\n"
-        "from outcore.cli.start import main\n"
+        "from outcore.command.start import main\n"
         "try: main()\n"
         "except SystemExit as stop: print(stop.code, {'torch', 'transformers'} & sys.modules.keys() or 'light')"
     )

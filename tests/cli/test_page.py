@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from outcore.cli.plan.answer import Answer, answer
-from outcore.cli.plan.page import facts_of, page
-from outcore.cli.plan.question import Question
-from outcore.cli.plan.text import to_text
+from outcore.command.plan.answer import Answer, answer
+from outcore.command.plan.page import facts_of, page
+from outcore.command.plan.question import Question
+from outcore.command.plan.text import to_text
 
 from .browser import Page, browsing, find_browser
 from .conftest import CONFIG, Run, write_json
@@ -108,7 +108,7 @@ def test_one_file_without_network(text: str):
     assert "default-src 'none'" in text
     assert "{{" not in text
     assert len(set(seen.ids)) == len(seen.ids)
-    script = (files("outcore.cli.plan") / "page.js").read_text()
+    script = (files("outcore.command.plan") / "page.js").read_text()
     assert set(re.findall(r'byId\("([\w-]+)"\)', script)) <= set(seen.ids)
     assert {"main", "h1", "h2", "h3", "svg", "canvas", "details", "noscript"} <= set(seen.tags)
 

@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from outcore.api import plan_for
-from outcore.cli.plan import answer as planning
-from outcore.cli.plan.answer import answer
-from outcore.cli.plan.question import Question
-from outcore.cli.train.model.source import build_model, find_model
+from outcore.command.plan import answer as planning
+from outcore.command.plan.answer import answer
+from outcore.command.plan.question import Question
+from outcore.command.train.model.source import build_model, find_model
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
 from outcore.device.cpu import CpuDevice
-from outcore.forecast import Loop, token_batch
-from outcore.planning.forward import watch
-from outcore.planning.timing.known_hardware import known_hardware
-from outcore.probe import kept
-from outcore.probe.kept import Machine
+from outcore.planner.forward import watch
+from outcore.planner.timing.known_hardware import known_hardware
+from outcore.preparation.forecast import Loop, token_batch
+from outcore.probe import measured_machines as kept
+from outcore.probe.measured_machines import Machine
 from outcore.spec.budget import Budget
 from outcore.spec.plan import Plan
 
@@ -61,7 +61,8 @@ def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, 
 
 WHOLE = """
 import atexit, sys
-from outcore.cli import main, start
+from outcore.command import main
+from outcore.command import start
 class Left:
     def __del__(self): print("taken apart")
 left, own = Left(), main.main
@@ -208,7 +209,7 @@ def test_a_model_that_cannot_be_followed_is_told_by_its_parameters(
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("it needs values")
 
-    monkeypatch.setattr("outcore.cli.plan.answer.counted_work", refuse)
+    monkeypatch.setattr("outcore.command.plan.answer.counted_work", refuse)
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
     assert done.status == 0, done.err
     assert "of unknown size, so they get a share of the device, and homes follow the rule: it needs values" in done.out
@@ -220,7 +221,7 @@ def test_a_run_of_a_model_that_cannot_be_followed_would_have_the_same_plan(
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("it needs values")
 
-    monkeypatch.setattr("outcore.cli.plan.answer.counted_work", refuse)
+    monkeypatch.setattr("outcore.command.plan.answer.counted_work", refuse)
     machine = known_hardware("rtx-4090+no-disk")
     slow = dataclasses.replace(machine.host, update_parameters_per_s=1e3)  # a search would let the device update
     dataclasses.replace(machine, host=slow).save(tmp_path / "hardware.json")
@@ -438,7 +439,7 @@ def test_what_is_said_while_planning_is_a_notice(command, monkeypatch):
         warnings.warn("this machine was measured", stacklevel=1)
         raise ConfigError("that is all")
 
-    monkeypatch.setattr("outcore.cli.plan.answer.answer", warn)
+    monkeypatch.setattr("outcore.command.plan.answer.answer", warn)
     done = command("plan", "--model", "any")
     assert done.status == 2
     assert "this machine was measured" in done.err

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from outcore.cli.plan.failing import refuse_failing
+from outcore.command.plan.failing import refuse_failing
 from outcore.core.errors import ConfigError
-from outcore.planning.forward.shapes import on_shapes
-from outcore.planning.units.partition import Partition, partition
+from outcore.model.partition import Partition, partition
+from outcore.planner.forward.shapes import on_shapes
 
 from .conftest import CONFIG, Run, write_json
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from outcore.cli.plan.answer import answer
-from outcore.cli.plan.ranges import range_of
-from outcore.cli.plan.text import to_json
-from outcore.forecast import Forecast, Loop
-from outcore.planning.forward import watch
-from outcore.planning.homes.placement import place
-from outcore.planning.homes.reservations import tier_bytes
-from outcore.planning.search.search import explain
-from outcore.planning.timing.known_hardware import known_hardware
+from outcore.command.plan.answer import answer
+from outcore.command.plan.ranges import range_of
+from outcore.command.plan.text import to_json
+from outcore.planner.forward import watch
+from outcore.planner.homes.placement import place
+from outcore.planner.search.search import explain
+from outcore.planner.timing.known_hardware import known_hardware
+from outcore.preparation.forecast import Forecast, Loop
+from outcore.spec.reservations import tier_bytes
 
 from .conftest import CONFIG, Run
 from .test_plan import asked

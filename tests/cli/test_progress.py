@@ -9,7 +9,7 @@ import re
 import pytest
 from rich.console import Console
 
-from outcore.cli.progress import StepReport, progress
+from outcore.command.progress import StepReport, progress
 
 REPORTS = [
     StepReport(

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outcore.cli.plan.second import Second, serve
+from outcore.command.plan.worker_process import Second, serve
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_without_it_the_first_does_everything():
 
 def test_another_outcore_is_not_asked(monkeypatch: pytest.MonkeyPatch):
     """A new process may import another outcore if the first was started in a folder that has one."""
-    monkeypatch.setattr("outcore.cli.plan.second.__file__", "/elsewhere/second.py")
+    monkeypatch.setattr("outcore.command.plan.worker_process.__file__", "/elsewhere/second.py")
     with Second() as second:
         second.start()
         assert second.map(math.sqrt, [1.0, 4.0]) == [1, 2]
@@ -83,5 +83,5 @@ def test_it_answers_until_nothing_more_comes(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_it_needs_no_torch():
-    code = "import sys, outcore.cli.plan.second, outcore.planning.search.changes; assert 'torch' not in sys.modules"
+    code = "import sys, outcore.command.plan.worker_process, outcore.planner.search.changes; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,12 +18,12 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from outcore import Budget
-from outcore.cli.train.methods import FINE_TUNING, PREFERENCES, Method
-from outcore.cli.train.settings import schema
-from outcore.cli.train.settings.description import describe
-from outcore.cli.train.settings.fields import Setting
-from outcore.cli.train.settings.rules import check_lora, check_training
-from outcore.cli.train.settings.run_settings import Settings, resolve
+from outcore.command.train.methods import FINE_TUNING, PREFERENCES, Method
+from outcore.command.train.settings import schema
+from outcore.command.train.settings.description import describe
+from outcore.command.train.settings.fields import Setting
+from outcore.command.train.settings.run_settings import Settings, resolve
+from outcore.command.train.settings.setting_rules import check_lora, check_training
 from outcore.core.errors import ConfigError
 from outcore.integrations.versions import other_names
 
@@ -131,7 +131,7 @@ class TestFile:
     def test_is_found_wrong_before_the_trainers_are_imported(self):
         """A typing mistake is reported at once: importing trl takes seconds."""
         code = (
-            "import sys\nfrom pathlib import Path\nfrom outcore.cli.train.settings.run_settings import resolve\n"
+            "import sys\nfrom pathlib import Path\nfrom outcore.command.train.settings.run_settings import resolve\n"
             "try: resolve(Path('no.yaml'), {}, [])\n"
             "except Exception as error: print(type(error).__name__)\n"
             "print('torch' in sys.modules)"

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from outcore.cli.train import run as train_run
-from outcore.cli.train.loop import trainer as train_trainer
-from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
+from outcore.command.train import run as train_run
+from outcore.command.train.loop import trainer as train_trainer
+from outcore.command.train.model.byte_tokenizer import byte_tokenizer
 from outcore.core.errors import DiskError
 
 from .conftest import CHECKPOINTING, CONFIG, TIERS, Run, read_jsonl, replaced

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
-from outcore.cli.train.output import folder as output
+from outcore.command.train.model.byte_tokenizer import byte_tokenizer
+from outcore.command.train.output import folder as output
 
 from .conftest import CONFIG, Run, write_json, write_jsonl
 

@@ -19,10 +19,10 @@ from datasets.arrow_writer import ArrowWriter
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from outcore.cli.train.data import readers
-from outcore.cli.train.data.load import Data, load_data
-from outcore.cli.train.data.sources import shares, sources_of
-from outcore.cli.train.model.byte_tokenizer import END, TURN, byte_tokenizer
+from outcore.command.train.data import readers
+from outcore.command.train.data.load import Data, load_data
+from outcore.command.train.data.sources import shares, sources_of
+from outcore.command.train.model.byte_tokenizer import END, TURN, byte_tokenizer
 from outcore.core.errors import ConfigError
 
 from .conftest import CHECKPOINTING

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from outcore.cli.train.model.byte_tokenizer import byte_tokenizer
+from outcore.command.train.model.byte_tokenizer import byte_tokenizer
 
 from .conftest import CHECKPOINTING, Run, read_jsonl, write_jsonl
 

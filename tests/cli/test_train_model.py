@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import outcore
-from outcore.cli.train.model.byte_tokenizer import END, PAD, TURN, byte_tokenizer
-from outcore.cli.train.model.source import ModelSource, build_model, find_model, load_tokenizer
+from outcore.command.train.model.byte_tokenizer import END, PAD, TURN, byte_tokenizer
+from outcore.command.train.model.source import ModelSource, build_model, find_model, load_tokenizer
 from outcore.core.errors import ConfigError
 
 LLAMA = {

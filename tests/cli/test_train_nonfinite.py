@@ -13,7 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from safetensors.torch import load_file
 from trl import SFTTrainer
 
-from outcore.cli.train.loop.nonfinite import FiniteSteps, finite
+from outcore.command.train.loop.nonfinite import FiniteSteps, finite
 
 from .conftest import TIERS, Run, replaced
 from .test_train import LOOP, assert_equal, losses, options, plain, tensors, weights

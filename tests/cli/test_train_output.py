@@ -32,20 +32,20 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl import SFTTrainer
 
 from outcore.api import prepare_for_test
-from outcore.cli.progress import Shown
-from outcore.cli.train import run as train_run
-from outcore.cli.train.methods import FINE_TUNING
-from outcore.cli.train.output import folder as output
-from outcore.cli.train.output import notices as noticing
-from outcore.cli.train.output import report
-from outcore.cli.train.output.folder import OutputFolder
-from outcore.cli.train.output.notices import notices
-from outcore.cli.train.output.report import keep_until
+from outcore.command.progress import Shown
+from outcore.command.train import run as train_run
+from outcore.command.train.methods import FINE_TUNING
+from outcore.command.train.output import folder as output
+from outcore.command.train.output import notices as noticing
+from outcore.command.train.output import report
+from outcore.command.train.output.folder import OutputFolder
+from outcore.command.train.output.notices import notices
+from outcore.command.train.output.report import keep_until
 from outcore.core.errors import ConfigError
 from outcore.device.faults import Faults
+from outcore.engine.optimizer import StreamedOptimizer
 from outcore.integrations import transformers as mixin
-from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 from .conftest import TIERS, Run, read_jsonl, replaced, write_jsonl
 
@@ -606,7 +606,7 @@ class TestOneRunPerFolder:
 
     def test_a_killed_run_leaves_no_lock_but_a_live_one_holds_it(self, tmp_path):
         code = (
-            "import sys, time; from pathlib import Path; from outcore.cli.train.output.folder import OutputFolder\n"
+            "import sys, time; from pathlib import Path; from outcore.command.train.output.folder import OutputFolder\n"
             "with OutputFolder(Path(sys.argv[1]), resume=False).opened():\n"
             "    print('locked', flush=True); time.sleep(100)"
         )

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from plans import without_launches
 
-from outcore.cli.train.output import predicted
-from outcore.cli.train.output.predicted import Comparison, LaneTimes, PredictedStep
+from outcore.command.train.output import prediction as predicted
+from outcore.command.train.output.prediction import Comparison, LaneTimes, PredictedStep
 from outcore.memory.topology import Others
-from outcore.planning.timing.known_hardware import known_hardware
+from outcore.planner.timing.known_hardware import known_hardware
 from outcore.spec.plan import Plan
 
 from .conftest import TIERS, Run, read_jsonl

@@ -21,14 +21,14 @@ import pytest
 from safetensors.torch import load_file
 
 import outcore
-from outcore.cli.train.loop import saves
-from outcore.cli.train.loop.preemption import Preemption
-from outcore.cli.train.loop.saves import Saves, seconds_to_write
-from outcore.cli.train.loop.trainer import SftTrainer
-from outcore.cli.train.output.report import RunReport
+from outcore.command.train.loop import measured_saves as saves
+from outcore.command.train.loop.measured_saves import Saves, seconds_to_write
+from outcore.command.train.loop.preemption import Preemption
+from outcore.command.train.loop.trainer import SftTrainer
+from outcore.command.train.output.report import RunReport
 from outcore.core.ranks import OtherRankError
-from outcore.integrations import saves as integration
-from outcore.integrations.saves import EndedAtOnceError
+from outcore.integrations import trainer_saves as integration
+from outcore.integrations.trainer_saves import EndedAtOnceError
 
 from .conftest import CONFIG, read_jsonl, write_json, write_jsonl
 from .test_train import assert_equal, options
@@ -161,10 +161,10 @@ def test_a_last_evaluation_is_made_up_for_once(shared, whole, command, tmp_path,
 KILLED = """
 import os, signal, sys
 from unittest import mock
-from outcore.cli.main import main
-from outcore.cli.train.loop.trainer import SftTrainer
+from outcore.command.main import main
+from outcore.command.train.loop.trainer import SftTrainer
 from outcore.core.ranks import OtherRankError
-from outcore.integrations import saves as integration
+from outcore.integrations import trainer_saves as integration
 step, method = int(sys.argv.pop(1)), SftTrainer._maybe_log_save_evaluate
 
 def then_die(self, *args, **kwargs):
@@ -241,11 +241,11 @@ import signal, sys, time
 from unittest import mock
 place, name, act = sys.argv[1:4]
 del sys.argv[1:4]
-from outcore.cli.train.job import Job
-from outcore.cli.train.loop.trainer import SftTrainer
+from outcore.command.train.planned_run import Job
+from outcore.command.train.loop.trainer import SftTrainer
 from outcore.core.ranks import OtherRankError
-from outcore.integrations import saves as integration
-from outcore.cli.main import main
+from outcore.integrations import trainer_saves as integration
+from outcore.command.main import main
 owner = {"Job": Job, "SftTrainer": SftTrainer}[place]
 method, calls = getattr(owner, name), []
 

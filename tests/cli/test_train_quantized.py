@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-from outcore.cli.plan.answer import answer
+from outcore.command.plan.answer import answer
 from outcore.core import extra
 
 from .conftest import CONFIG, Run, read_jsonl, replaced

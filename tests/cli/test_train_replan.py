@@ -15,17 +15,18 @@ import torch
 from plans import without_launches
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outcore import choice
-from outcore.choice import Timed
-from outcore.cli.train import job
-from outcore.cli.train.loop.nonfinite import FiniteSteps
-from outcore.cli.train.loop.trainer import SftTrainer
-from outcore.cli.train.output import predicted, report, trace
-from outcore.cli.train.output.folder import Checkpoint, OutputFolder
-from outcore.cli.train.output.report import RunReport
-from outcore.cli.train.replan import may_fail_so
+from outcore.command.train import planned_run as job
+from outcore.command.train.loop.nonfinite import FiniteSteps
+from outcore.command.train.loop.trainer import SftTrainer
+from outcore.command.train.output import prediction as predicted
+from outcore.command.train.output import report, trace
+from outcore.command.train.output.folder import Checkpoint, OutputFolder
+from outcore.command.train.output.report import RunReport
+from outcore.command.train.replan import may_fail_so
 from outcore.core.errors import DiskError, MemoryBudgetError
-from outcore.probe import kept
+from outcore.preparation import plan_choice as choice
+from outcore.preparation.plan_choice import Timed
+from outcore.probe import measured_machines as kept
 from outcore.spec.hardware import Hardware
 
 from .conftest import Outcome, Run, read_jsonl, replaced, write_jsonl

@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
-from outcore.cli.train.output.record import Content
+from outcore.command.train.output.record import Content
 
 from .conftest import CONFIG, Outcome, Run, read_jsonl, write_json, write_jsonl
 from .test_train import options

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from outcore.cli.train import run as train_run
-from outcore.cli.train.output.trace import StepTracer, TraceFile
+from outcore.command.train import run as train_run
+from outcore.command.train.output.trace import StepTracer, TraceFile
 from outcore.core.errors import ConfigError
 from outcore.spec.timeline import TRACE_BEGINNING, Span, Timeline
 

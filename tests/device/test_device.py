@@ -16,7 +16,7 @@ from outcore.device.device import Device
 from outcore.device.opening import open_device
 from outcore.device.race import RaceChecker
 from outcore.memory.arena import Region
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 HAS_GPU = torch.cuda.is_available()
 

@@ -15,7 +15,7 @@ from outcore.device.lanes import pause
 from outcore.device.opening import open_device
 from outcore.device.race import RaceChecker
 from outcore.memory.arena import Arena, Region
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 LANES = list(Lane)
 

@@ -19,7 +19,7 @@ from outcore.device.lanes import Handle
 from outcore.device.opening import open_device
 from outcore.device.threads import start_threads
 from outcore.order.ledger import newest
-from outcore.spec.lanes import RANK_LANES, Lane
+from outcore.spec.lane_names import RANK_LANES, Lane
 
 NUMEL = 1_000_003  # large enough that torch splits the sum among threads, and odd
 
@@ -403,7 +403,7 @@ def test_the_interpreter_exits_with_work_queued_and_no_close(permute):
 import time, torch
 from outcore.device.opening import open_device
 from outcore.device.faults import Faults
-from outcore.spec.lanes import RANK_LANES, Lane
+from outcore.spec.lane_names import RANK_LANES, Lane
 device = open_device("cpu", Faults(permute={permute}))
 for lane in Lane:
     for i in range(50):

@@ -13,7 +13,7 @@ from outcore.device.faults import Faults
 from outcore.device.opening import open_device
 from outcore.device.race import ACTORS, RaceChecker
 from outcore.memory.arena import Region
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.timeline import COMPUTE, HOST
 
 SLOT = Region("device", 4096, 8192)

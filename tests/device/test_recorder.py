@@ -18,12 +18,12 @@ from outcore.device.faults import Faults
 from outcore.device.lanes import Handle
 from outcore.device.opening import open_device
 from outcore.device.recorder import MAX_SPANS, HostStopwatch, Recorder
+from outcore.engine.module.timing import timing
 from outcore.memory.arena import Region
+from outcore.model.partition import partition
 from outcore.optim.rules import rule_for
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.units.partition import partition
-from outcore.runtime.module.timing import timing
-from outcore.spec.lanes import Lane
+from outcore.planner.homes.pools import Comfort, pools_for
+from outcore.spec.lane_names import Lane
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.timeline import COMPUTE
 

@@ -9,7 +9,7 @@ import pytest
 
 from outcore.core.errors import DiskError, LaneError
 from outcore.device.opening import open_device
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 BOUND_S = 0.1
 

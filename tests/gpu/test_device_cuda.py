@@ -17,7 +17,7 @@ from outcore.device.opening import open_device
 from outcore.device.race import RaceChecker
 from outcore.memory.arena import Arena, Region
 from outcore.memory.host import HostMemory
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 pytestmark = pytest.mark.gpu
 

@@ -19,10 +19,10 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
-from outcore.planning.homes.pools import Comfort
-from outcore.planning.units.partition import partition
-from outcore.runtime.activations import away
-from outcore.spec.lanes import Lane
+from outcore.engine.activations import offloaded_call as away
+from outcore.model.partition import partition
+from outcore.planner.homes.pools import Comfort
+from outcore.spec.lane_names import Lane
 from outcore.spec.plan import Plan
 
 pytestmark = pytest.mark.gpu
@@ -343,7 +343,7 @@ def test_a_recompute_that_differs_is_refused(step, tmp_path):
 
 
 def test_device_memory_is_what_the_plan_says(tmp_path):
-    from outcore.planning.homes.reservations import tier_bytes
+    from outcore.spec.reservations import tier_bytes
 
     model = build("llama", torch.bfloat16)
     plan, spec = plan_for(model, "host"), partition(model, state_names=("exp_avg", "exp_avg_sq")).spec

@@ -15,8 +15,8 @@ import torch
 from loop.rig import adamw, assert_same, batch, make, prepared, seen
 from torch import nn
 
-from outcore.runtime.module_guard import engine_of
-from outcore.spec.lanes import Lane
+from outcore.engine.module_guard import engine_of
+from outcore.spec.lane_names import Lane
 
 pytestmark = pytest.mark.gpu
 

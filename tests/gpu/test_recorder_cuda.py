@@ -9,7 +9,7 @@ import torch
 
 from outcore.device.opening import open_device
 from outcore.memory.arena import Region
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.timeline import COMPUTE
 
 pytestmark = pytest.mark.gpu

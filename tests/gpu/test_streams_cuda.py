@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 import outcore
 from outcore.api import prepare_for_test
 from outcore.device.race import RaceChecker
-from outcore.runtime.gradients.passes import Gradients
+from outcore.engine.gradients.passes import Gradients
 
 from .test_engine_cuda import build, plan_for
 

@@ -28,10 +28,10 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import outcore
 from outcore.api import plan_for, prepare_in_loop
+from outcore.engine.module_guard import attachment_of
 from outcore.integrations import transformers as integration
 from outcore.integrations.transformers import OutcoreMixin
-from outcore.planning.units.wrapped import tensors_in
-from outcore.runtime.module_guard import attachment_of
+from outcore.model.wrapped import tensors_in
 
 ON_CPU = os.environ.get("OUTCORE_TEST_DEVICE", "cpu") == "cpu"
 CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))

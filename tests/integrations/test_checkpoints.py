@@ -14,9 +14,9 @@ from peft import PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import outcore
+from outcore.engine.optimizer import StreamedOptimizer
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.memory.files.checkpoint_folder import read_manifest
-from outcore.runtime.optimizer import StreamedOptimizer
 
 from .rig import (
     ALL_TIERS,

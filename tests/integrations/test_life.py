@@ -12,8 +12,8 @@ from transformers import Trainer, TrainerCallback, get_cosine_schedule_with_warm
 
 import outcore
 from outcore.core.errors import ConfigError
-from outcore.runtime.module_guard import attachment_of
-from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.engine.module_guard import attachment_of
+from outcore.engine.optimizer import StreamedOptimizer
 
 from .rig import (
     ALL_TIERS,
@@ -210,7 +210,7 @@ def test_no_take_over_that_would_lose_weights(tmp_path, monkeypatch):
         first.train()
         want = weights(first.model)
         with monkeypatch.context() as patched:
-            patched.setattr("outcore.saving.weights.give_back.host_free_bytes", lambda: 1000)
+            patched.setattr("outcore.checkpoint.weights.give_back.host_free_bytes", lambda: 1000)
             with pytest.raises(outcore.ConfigError, match=r"its weights would be lost: they take .* of host memory"):
                 language(side, tmp_path / "second", model=first.model)
         exactly(weights(first.model), want)

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 import outcore
-from outcore.integrations.saves import EndedAtOnceError
+from outcore.checkpoint.weights.small_files import SmallFilesError
+from outcore.engine.checkpoint_saves import EditedError, Save
+from outcore.integrations.trainer_saves import EndedAtOnceError
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint, read_manifest
-from outcore.runtime.saves import EditedError, Save
-from outcore.saving.weights.small_files import SmallFilesError
 
 from .rig import WARNINGS, Plain, exactly, language, llama, sft, streamed
 from .test_checkpoints import sft_lora

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
-from outcore.planning.units.wrapped import tensors_in
-from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
+from outcore.checkpoint.save_and_load import load_checkpoint, save_checkpoint
+from outcore.model.wrapped import tensors_in
 
 from . import test_in_pieces
 from .rig import DEVICE, assert_same, prepared

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 import outcore
-from outcore.planning.homes.check import with_room
-from outcore.planning.homes.pools import Comfort
+from outcore.planner.homes.check import with_room
+from outcore.planner.homes.pools import Comfort
 from outcore.spec.budget import Limits
 from outcore.spec.plan import Plan
 

@@ -25,18 +25,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import outcore
 from outcore.api import plan_for as made_plan
 from outcore.api import prepare_for_test
-from outcore.choice import Planner
 from outcore.core.errors import DiskError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
-from outcore.planning.forward import dear
-from outcore.planning.homes.pools import Comfort
-from outcore.planning.homes.sending import Sending
-from outcore.planning.paper.schedule import schedule, usual_visits
-from outcore.runtime.activations import away
-from outcore.runtime.activations.away import Away, _Packing
-from outcore.spec.lanes import Lane
+from outcore.engine.activations import offloaded_call as away
+from outcore.engine.activations.offloaded_call import Away, _Packing
+from outcore.model import expensive_operations as dear
+from outcore.planner.homes.activation_policies import Sending
+from outcore.planner.homes.pools import Comfort
+from outcore.planner.paper.paper_schedule import schedule
+from outcore.preparation.plan_choice import Planner
+from outcore.spec.lane_names import Lane
 from outcore.spec.plan import POLICIES
+from outcore.spec.schedule import usual_visits
 
 from . import rig
 from .rig import DEVICE, VOCAB, Tower, adamw, assert_same, batch, make, seen, train

@@ -24,7 +24,7 @@ from peft import (
 from torch import nn
 
 import outcore
-from outcore.saving.training_state import load_states, load_weights, save_states
+from outcore.checkpoint.training_state import load_states, load_weights, save_states
 
 from .rig import DEVICE, VOCAB, agrees, assert_same, batch, make, prepared, same
 from .test_transformers import llama, mixtral, step

@@ -15,11 +15,11 @@ import torch
 from plans import forced
 
 import outcore
+from outcore.engine.activations import offloaded_call as away
 from outcore.memory.disk import DiskStore, Extent
 from outcore.memory.disk_file import OsDiskIO
-from outcore.planning.forward import dear
-from outcore.planning.homes.pools import Comfort
-from outcore.runtime.activations import away
+from outcore.model import expensive_operations as dear
+from outcore.planner.homes.pools import Comfort
 
 from .rig import Tower, adamw, assert_same, batch, make, seen
 
@@ -36,8 +36,8 @@ def _everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small activations leave, too, and make early updates whatever the rates."""
     monkeypatch.setattr(away, "SMALL_BYTES", 64)
     monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 1)
-    monkeypatch.setattr("outcore.runtime.updates.early._Attempt.is_due", lambda _: True)
-    monkeypatch.setattr("outcore.runtime.updates.early._Attempt.settle", lambda _: True)
+    monkeypatch.setattr("outcore.engine.updates.early_updates._Attempt.is_due", lambda _: True)
+    monkeypatch.setattr("outcore.engine.updates.early_updates._Attempt.settle", lambda _: True)
 
 
 def five() -> Tower:

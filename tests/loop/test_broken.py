@@ -14,9 +14,9 @@ import nursery
 import pytest
 
 import outcore
+from outcore.engine.updates import workers
 from outcore.memory.disk import DiskStore
 from outcore.memory.disk_file import OsDiskIO
-from outcore.runtime.updates import workers
 
 from .rig import adamw, batch, make, prepared, train
 
@@ -30,7 +30,7 @@ def bounds(monkeypatch):
     monkeypatch.setattr("outcore.device.lane_threads.STALL_TIMEOUT_S", BOUND_S)
     monkeypatch.setattr("outcore.device.lane_threads.CLOSE_TIMEOUT_S", BOUND_S)
     monkeypatch.setattr("outcore.device.lane_threads._END_TIMEOUT_S", BOUND_S)
-    monkeypatch.setattr("outcore.runtime.updates.workers.CLOSE_TIMEOUT_S", BOUND_S)
+    monkeypatch.setattr("outcore.engine.updates.workers.CLOSE_TIMEOUT_S", BOUND_S)
     monkeypatch.setattr("outcore.memory.disk._CLOSE_TIMEOUT_S", BOUND_S)
     monkeypatch.setattr("outcore.memory.piece_pool._LAST_PIECES_TIMEOUT_S", BOUND_S)
     monkeypatch.setitem(DiskStore.open.__func__.__kwdefaults__, "stall_timeout_s", BOUND_S)
@@ -106,7 +106,7 @@ def test_an_error_in_a_worker(tmp_path, monkeypatch):
         raise ZeroDivisionError("injected")
 
     with trained("host", tmp_path) as (model, optimizer):
-        monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", update)
+        monkeypatch.setattr("outcore.engine.updates.workers.update_blocks", update)
         match = r"'update .*' on lane update \(on the host\) to finish, but it raised ZeroDivisionError: injected"
         fails_then_closes(model, optimizer, outcore.OutcoreError, match)
 
@@ -123,7 +123,7 @@ def test_an_operation_that_stands_still(kind, name, lane, tmp_path, monkeypatch,
 @pytest.mark.filterwarnings("ignore:expected all lanes to end:RuntimeWarning")
 def test_a_worker_that_stands_still(tmp_path, monkeypatch, release):
     with trained("host", tmp_path) as (model, optimizer):
-        monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", lambda *_: release.wait(30))
+        monkeypatch.setattr("outcore.engine.updates.workers.update_blocks", lambda *_: release.wait(30))
         match = r"'update .*' on lane update \(on the host\) to finish, but it has made no progress"
         fails_then_closes(model, optimizer, outcore.OutcoreError, match)
 
@@ -131,7 +131,7 @@ def test_a_worker_that_stands_still(tmp_path, monkeypatch, release):
 def test_a_thread_that_is_left_behind_is_said(tmp_path, monkeypatch, release):
     begun = threading.Event()
     with trained("host", tmp_path) as (model, optimizer):
-        monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", lambda *_: (begun.set(), release.wait(30)))
+        monkeypatch.setattr("outcore.engine.updates.workers.update_blocks", lambda *_: (begun.set(), release.wait(30)))
         model.loss(batch()).backward()
         optimizer.step()
         begun.wait(30)
@@ -149,7 +149,7 @@ def test_closing_stops_an_update_that_is_only_long(tmp_path, monkeypatch):
             real(*args)
 
     with trained("host", tmp_path) as (model, optimizer):
-        monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", update)
+        monkeypatch.setattr("outcore.engine.updates.workers.update_blocks", update)
         model.loss(batch()).backward()
         optimizer.step()
         begun.wait(30)
@@ -198,7 +198,7 @@ def test_errors_of_every_kind(where, kind, tmp_path, monkeypatch):
         if where == "lane":
             replace_operation(monkeypatch, optimizer.engine, "update blocks.1", fail)
         elif where == "worker":
-            monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", fail)
+            monkeypatch.setattr("outcore.engine.updates.workers.update_blocks", fail)
         else:
             monkeypatch.setattr(OsDiskIO, "pread", fail)
             match = "injected"
@@ -211,7 +211,7 @@ import torch
 from torch import nn
 import outcore
 import outcore.device.lane_threads as lane_threads
-import outcore.runtime.updates.workers as workers
+import outcore.engine.updates.workers as workers
 
 lane_threads.CLOSE_TIMEOUT_S = 1000  # so long would one Ctrl-C take
 torch.manual_seed(0)

@@ -15,8 +15,8 @@ from plans import forced
 from torch import nn
 
 import outcore
+from outcore.engine.module_guard import engine_of
 from outcore.optim import Lion
-from outcore.runtime.module_guard import engine_of
 
 from .rig import DEVICE
 

@@ -18,9 +18,9 @@ from torch.nn import functional
 
 import outcore
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.planning.homes.pools import Comfort
-from outcore.runtime.activations import away
-from outcore.runtime.activations.away import Away
+from outcore.engine.activations import offloaded_call as away
+from outcore.engine.activations.offloaded_call import Away
+from outcore.planner.homes.pools import Comfort
 
 from .rig import DEVICE, IS_SIMULATED, Block, Tower, adamw, assert_same, batch, make, prepared, seen, train
 

@@ -18,9 +18,9 @@ from plans import forced
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
-from outcore.planning.homes.pools import Comfort
-from outcore.runtime.activations import away
-from outcore.runtime.gradients.passes import _batches
+from outcore.engine.activations import offloaded_call as away
+from outcore.engine.gradients.passes import _batches
+from outcore.planner.homes.pools import Comfort
 
 from .rig import DEVICE, WIDTH, Tower, adamw, batch, make, prepared, train
 

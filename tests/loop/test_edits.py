@@ -13,7 +13,7 @@ from plans import forced
 from torch import nn
 
 import outcore
-from outcore.planning.homes.pools import Comfort
+from outcore.planner.homes.pools import Comfort
 
 from .rig import DEVICE, Tower, assert_same, batch, make
 

@@ -12,10 +12,10 @@ from plans import forced
 import outcore
 from outcore.api import prepare_for_test
 from outcore.device.race import RaceChecker
+from outcore.engine.activations import offloaded_call as away
 from outcore.memory.disk_file import OsDiskIO
 from outcore.order.attempts import Attempts
-from outcore.planning.homes.pools import Comfort
-from outcore.runtime.activations import away
+from outcore.planner.homes.pools import Comfort
 
 from .rig import adamw, assert_same, batch, make, prepared, train
 
@@ -93,8 +93,8 @@ def test_one_error_at_any_stage_is_said_and_training_never_goes_on(setting, name
     with special(setting, tmp_path) as (model, optimizer):
         if setting.endswith("early"):  # make every attempt, whatever the rates
             monkeypatch.setattr("outcore.order.attempts.Attempts.wants_next", lambda _: True)
-            monkeypatch.setattr("outcore.runtime.updates.early._Attempt.is_due", lambda _: True)
-            monkeypatch.setattr("outcore.runtime.updates.early._Attempt.settle", lambda _: True)
+            monkeypatch.setattr("outcore.engine.updates.early_updates._Attempt.is_due", lambda _: True)
+            monkeypatch.setattr("outcore.engine.updates.early_updates._Attempt.settle", lambda _: True)
         hit = fail_once(monkeypatch, optimizer, name, ZeroDivisionError("injected"))
 
         def go_on():

@@ -512,7 +512,7 @@ def test_after_a_step_that_was_cut_short_nothing_goes_on(tmp_path: Path, monkeyp
         train(model, optimizer)
         model.loss(batch()).backward()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("outcore.runtime.updates.plain.apply", interrupt)
+            patch.setattr("outcore.engine.updates.plain.apply", interrupt)
             optimizer.step()
         for use in (lambda: model.loss(batch()), optimizer.step, model.state_dict):
             with pytest.raises(OutcoreError, match=r"the last one was cut short.* by KeyboardInterrupt"):

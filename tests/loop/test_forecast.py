@@ -12,15 +12,15 @@ from plans import without_launches
 
 import outcore
 from outcore.api import plan_for, plan_in_time
-from outcore.choice import Options, Planner, Timed, limits_of
 from outcore.core.errors import ConfigError, DiskError
 from outcore.device.cpu import CpuDevice
 from outcore.device.faults import NO_FAULTS
-from outcore.planning.forward import watch
-from outcore.planning.search.looks import Looks
-from outcore.planning.units.partition import partition
-from outcore.probe import kept
-from outcore.runtime.activations import away
+from outcore.engine.activations import offloaded_call as away
+from outcore.model.partition import partition
+from outcore.planner.forward import watch
+from outcore.planner.search.evaluations import Looks
+from outcore.preparation.plan_choice import Options, Planner, Timed, limits_of
+from outcore.probe import measured_machines as kept
 from outcore.spec.hardware import Hardware
 
 from .rig import DEVICE, Tower, adamw, assert_same, batch, make, seen, train
@@ -88,17 +88,17 @@ class TestTheFastest:
         assert planned(hardware=slow_updates()) == planned(hardware=slow_updates())
 
     def test_what_is_hardly_faster_is_not_worth_it(self, monkeypatch):
-        monkeypatch.setattr("outcore.forecast.WORTH", 1.0)
+        monkeypatch.setattr("outcore.preparation.forecast.WORTH", 1.0)
         assert planned(hardware=slow_updates()) == planned(hardware="none")
 
     def test_what_is_no_faster_and_writes_less_is_worth_it(self, monkeypatch, tmp_path):
         """The rule fills tier by tier, and the drive is slow."""
-        monkeypatch.setattr("outcore.forecast.WORTH", 1.0)
+        monkeypatch.setattr("outcore.preparation.forecast.WORTH", 1.0)
         budget = outcore.Budget(device=60_000, host=60_000, disk=tmp_path)
         slow = dataclasses.replace(MACHINE, disk=dataclasses.replace(MACHINE.disk, write_bytes_per_s=1e5))
         usual, found = (planned(hardware=hardware, budget=budget) for hardware in ("none", slow))
         assert found.tier_bytes["disk"] < usual.tier_bytes["disk"]
-        monkeypatch.setattr("outcore.forecast.takes_more", lambda *_: False)
+        monkeypatch.setattr("outcore.preparation.forecast.takes_more", lambda *_: False)
         assert planned(hardware=slow, budget=budget) == usual
 
     def test_a_plan_takes_as_long_for_a_run_as_for_the_search(self, tmp_path):

@@ -10,8 +10,8 @@ import torch
 from plans import forced
 
 import outcore
+from outcore.engine.activations import offloaded_call as away
 from outcore.memory.disk import DiskStore, Extent
-from outcore.runtime.activations import away
 
 from .rig import Tower, adamw, batch, make
 

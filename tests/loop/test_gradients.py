@@ -11,7 +11,7 @@ import torch
 from torch.nn import utils
 
 import outcore
-from outcore.runtime.gradients import passes
+from outcore.engine.gradients import passes
 
 from . import rig
 from .rig import DEVICE, KINDS, Block, Tower, adamw, agrees, assert_same, batch, make, prepared, same, train

@@ -22,12 +22,12 @@ from outcore.api import prepare_for_test
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
-from outcore.planning.forward import dear
-from outcore.planning.homes.pools import Comfort
-from outcore.runtime.activations import away
-from outcore.runtime.activations.away import Away
-from outcore.runtime.module.call import UnitCall
-from outcore.runtime.values.access import Access
+from outcore.engine.activations import offloaded_call as away
+from outcore.engine.activations.offloaded_call import Away
+from outcore.engine.module.call import UnitCall
+from outcore.engine.values.access import Access
+from outcore.model import expensive_operations as dear
+from outcore.planner.homes.pools import Comfort
 from outcore.spec.plan import POLICIES, TIERS
 
 from . import rig

@@ -19,11 +19,11 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
+from outcore.engine.activations import offloaded_call as away
+from outcore.engine.activations.offloaded_call import Away
+from outcore.model import expensive_operations as dear
 from outcore.order.activations import ActivationOrder
-from outcore.planning.forward import dear
-from outcore.planning.homes.pools import LEAST, Comfort
-from outcore.runtime.activations import away
-from outcore.runtime.activations.away import Away
+from outcore.planner.homes.pools import LEAST, Comfort
 from outcore.spec.plan import POLICIES
 
 from .rig import DEVICE, WIDTH, Tower, adamw, assert_same, batch, make, seen, train

@@ -19,8 +19,8 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 
 import outcore
-from outcore.runtime.activations.saving import SavingBase
-from outcore.runtime.module.graphs import Call
+from outcore.engine.activations.saving import SavingBase
+from outcore.engine.module.graphs import Call
 
 from .rig import DEVICE, VOCAB, WIDTH, Block, adamw, batch, make, plan_for
 

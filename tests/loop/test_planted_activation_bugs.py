@@ -19,12 +19,12 @@ from outcore.api import prepare_for_test
 from outcore.core.errors import RaceError, UnsupportedError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
+from outcore.engine.activations import offloaded_call as away
+from outcore.engine.activations.offloaded_call import Away, _Packing, _View
+from outcore.engine.activations.room import Between
+from outcore.model import expensive_operations as dear
 from outcore.order.activations import ActivationOrder, SavedCall
-from outcore.planning.forward import dear
-from outcore.planning.homes.pools import LEAST
-from outcore.runtime.activations import away
-from outcore.runtime.activations.away import Away, _Packing, _View
-from outcore.runtime.activations.room import Between
+from outcore.planner.homes.pools import LEAST
 
 from .rig import DEVICE, WIDTH, Tower, adamw, assert_same, batch, make, seen
 

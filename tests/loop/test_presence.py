@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import outcore
-import outcore.runtime.module_guard
-from outcore.runtime.unit.absent import AbsentParameter
-from outcore.runtime.unit.unit import LEGAL, Beneath, Presence
+import outcore.engine.module_guard
+from outcore.engine.unit.absent import AbsentParameter
+from outcore.engine.unit.unit import LEGAL, Beneath, Presence
 from outcore.spec.model import ParamSpec
 
 from .rig import KINDS, WIDTH, Block, Tower, agrees, batch, train
@@ -32,7 +32,7 @@ class Biased(Tower):
 
 
 def is_prepared(model):
-    return outcore.runtime.module_guard.attachment_of(model) is not None
+    return outcore.engine.module_guard.attachment_of(model) is not None
 
 
 def raise_(*_):

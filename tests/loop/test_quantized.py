@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, L
 
 import outcore
 from outcore.api import plan_for
-from outcore.planning.units import quantized as quantized_module
-from outcore.planning.units.partition import partition
-from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
-from outcore.saving.export_checkpoint import export_checkpoint
+from outcore.checkpoint.export_checkpoint import export_checkpoint
+from outcore.checkpoint.save_and_load import load_checkpoint, save_checkpoint
+from outcore.model import quantized as quantized_module
+from outcore.model.partition import partition
 
 from .qlora import (
     COMPILED,

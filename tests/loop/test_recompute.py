@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import outcore
-from outcore.runtime.module_guard import ATTACHMENT
-from outcore.runtime.recompute.checks import FIRST_CALLS
+from outcore.engine.module_guard import ATTACHMENT
+from outcore.engine.recompute.checks import FIRST_CALLS
 
 from .rig import DEVICE, IS_SIMULATED, KINDS, WIDTH, Tower, adamw, batch, make, prepared, same, train
 

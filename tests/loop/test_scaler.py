@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import utils
 
-from outcore.runtime.gradients.homes import GradientHomes
+from outcore.engine.gradients.homes import GradientHomes
 
 from .rig import DEVICE, KINDS, adamw, agrees, batch, make, prepared, same, train
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import outcore
-from outcore.planning.forward import dear
-from outcore.runtime.activations import away
+from outcore.engine.activations import offloaded_call as away
+from outcore.model import expensive_operations as dear
 
 from .rig import DEVICE, WIDTH, Tower, adamw, assert_same, batch, make, seen, train
 

@@ -12,8 +12,8 @@ from outcore.api import prepare_for_test
 from outcore.core.errors import RaceError
 from outcore.device.cpu import CpuDevice
 from outcore.device.race import RaceChecker
+from outcore.engine.gradients.passes import Gradients
 from outcore.memory.arena import Region
-from outcore.runtime.gradients.passes import Gradients
 from outcore.spec.timeline import COMPUTE
 
 from .rig import DEVICE, KINDS, adamw, batch, make, plan_for

@@ -14,12 +14,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 
 import outcore
+from outcore.checkpoint.export_checkpoint import export_checkpoint
+from outcore.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from outcore.core import extra
-from outcore.planning.units.partition import partition
-from outcore.planning.units.wrapped import tensors_in
-from outcore.runtime.module_guard import engine_of
-from outcore.saving.checkpoint import load_checkpoint, save_checkpoint
-from outcore.saving.export_checkpoint import export_checkpoint
+from outcore.engine.module_guard import engine_of
+from outcore.model.partition import partition
+from outcore.model.wrapped import tensors_in
 
 from .qlora import (
     COMPILED,

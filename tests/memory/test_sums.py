@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from outcore.core.errors import DiskError
+from outcore.memory.checksums import SEGMENT_BYTES, Sums
 from outcore.memory.disk import STRIPE_BYTES, DiskStore, Extent
 from outcore.memory.disk_file import OsDiskIO
-from outcore.memory.sums import SEGMENT_BYTES, Sums
 
 PAGE, SECTOR = 4096, 512
 START, STOP = 3 * PAGE, 3 * SEGMENT_BYTES + 5 * PAGE

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.engine.updates.workers import UpdateWorkers
 from outcore.optim.blocks import update_blocks
 from outcore.optim.neighbours import join_neighbours
-from outcore.runtime.updates.workers import UpdateWorkers
 
 from .update_cases import OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, random
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outcore.engine.updates.workers import UpdateWorkers
 from outcore.optim import sums
 from outcore.optim.sums import Sum, Work, add_works, run_here, widen_rounds
-from outcore.runtime.updates.workers import UpdateWorkers
 
 NUMELS = st.integers(0, 1000)
 

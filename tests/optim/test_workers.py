@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from outcore.core.errors import UnsupportedError
-from outcore.memory.topology import Node, Topology, read_topology
-from outcore.optim.blocks import StoppedError
-from outcore.runtime.updates import workers as workers_module
-from outcore.runtime.updates.block_sizes import (
+from outcore.engine.updates import workers as workers_module
+from outcore.engine.updates.block_sizes import (
     LEAST_BYTES,
     MOST_BYTES,
     TOLD_NUMEL,
@@ -26,7 +24,9 @@ from outcore.runtime.updates.block_sizes import (
     BlockSizes,
     kind_of,
 )
-from outcore.runtime.updates.workers import LEAST_SHARE_NUMEL, UpdateWorkers, worker_cpus
+from outcore.engine.updates.workers import LEAST_SHARE_NUMEL, UpdateWorkers, worker_cpus
+from outcore.memory.topology import Node, Topology, read_topology
+from outcore.optim.blocks import StoppedError
 
 from .update_cases import FUSED, OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, fused_sgd_is_broken, random
 
@@ -64,7 +64,7 @@ def test_workers_have_one_aten_thread_and_nobody_else_changes(monkeypatch):
         both.wait()
         seen.append(torch.get_num_threads())
 
-    monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", look)
+    monkeypatch.setattr("outcore.engine.updates.workers.update_blocks", look)
     count = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -105,7 +105,7 @@ def test_a_team_has_the_threads_of_its_node(monkeypatch):
     """It is bound to its node, has scratch and work for each thread, and leaves everybody else's threads alone."""
     cpu = min(os.sched_getaffinity(0))
     topology = Topology((Node(frozenset({cpu}), 3), Node(frozenset({10**5}), 2)), None)
-    monkeypatch.setattr("outcore.runtime.updates.workers.read_topology", lambda: topology)
+    monkeypatch.setattr("outcore.engine.updates.workers.read_topology", lambda: topology)
     seen, both = [], threading.Barrier(2, timeout=30)
 
     def look(share, scratch, is_stopped):
@@ -113,7 +113,7 @@ def test_a_team_has_the_threads_of_its_node(monkeypatch):
         numel = sum(piece.target.numel() for piece in share)
         seen.append((torch.get_num_threads(), scratch.numel() // USUAL_BYTES, len(os.sched_getaffinity(0)), numel))
 
-    monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", look)
+    monkeypatch.setattr("outcore.engine.updates.workers.update_blocks", look)
     count, everywhere = torch.get_num_threads(), len(os.sched_getaffinity(0))
     with UpdateWorkers(in_teams=True) as workers:
         workers.run(Blocked(OPTIMIZERS["adamw"], (5 * LEAST_SHARE_NUMEL,)).pieces(1, [None]))
@@ -176,7 +176,7 @@ def test_there_is_a_worker_per_core_that_is_not_spared():
 
 def test_too_little_work_for_all_wakes_few(monkeypatch):
     shares = []
-    monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", lambda share, *_: shares.append(share))
+    monkeypatch.setattr("outcore.engine.updates.workers.update_blocks", lambda share, *_: shares.append(share))
     with UpdateWorkers(3) as workers:
         for numel, count in ((1, 1), (2 * LEAST_SHARE_NUMEL - 1, 1), (2 * LEAST_SHARE_NUMEL, 2)):
             shares.clear()
@@ -232,7 +232,7 @@ def test_binding_is_that_of_the_workers_alone(monkeypatch):
     mine = os.sched_getaffinity(0)
     cpu = min(mine)
     topology = Topology((Node(frozenset({cpu}), 1), Node(frozenset({10**5}), 1)), None)
-    monkeypatch.setattr("outcore.runtime.updates.workers.read_topology", lambda: topology)
+    monkeypatch.setattr("outcore.engine.updates.workers.read_topology", lambda: topology)
     seen = []
     both = threading.Barrier(2, timeout=30)
 
@@ -240,7 +240,7 @@ def test_binding_is_that_of_the_workers_alone(monkeypatch):
         both.wait()
         seen.append(os.sched_getaffinity(0))
 
-    monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", look)
+    monkeypatch.setattr("outcore.engine.updates.workers.update_blocks", look)
     with UpdateWorkers() as workers:
         workers.run(Blocked(OPTIMIZERS["adamw"], (2 * LEAST_SHARE_NUMEL,)).pieces(1, [None]))
     assert sorted(seen, key=len) == sorted([{cpu}, mine], key=len)  # no such CPU: its worker runs anywhere
@@ -284,9 +284,9 @@ def test_workers_that_nobody_holds_end():
 
 
 def test_closing_does_not_wait_for_a_worker_that_hangs(monkeypatch):
-    monkeypatch.setattr("outcore.runtime.updates.workers.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("outcore.engine.updates.workers.CLOSE_TIMEOUT_S", 0.05)
     begun, release = threading.Event(), threading.Event()
-    monkeypatch.setattr("outcore.runtime.updates.workers.update_blocks", lambda *_: (begun.set(), release.wait(30)))
+    monkeypatch.setattr("outcore.engine.updates.workers.update_blocks", lambda *_: (begun.set(), release.wait(30)))
     workers = UpdateWorkers(2)
     running = threading.Thread(target=workers.run, args=(Blocked(OPTIMIZERS["adamw"], (1,)).pieces(1, [None]),))
     running.start()
@@ -344,7 +344,7 @@ def test_updates_look_for_it(monkeypatch):
     numels = (TOLD_NUMEL + 64, 199)
     plain, blocked = PlainLoop(OPTIMIZERS["adamw"], numels), Blocked(OPTIMIZERS["adamw"], numels)
     ticks, taken = itertools.count(), []
-    monkeypatch.setattr("outcore.runtime.updates.workers.time.perf_counter", lambda: next(ticks))  # equal times
+    monkeypatch.setattr("outcore.engine.updates.workers.time.perf_counter", lambda: next(ticks))  # equal times
     with UpdateWorkers(1) as workers:
         for step in range(1, 4 * TRIALS):
             grads = [random(n, step, torch.float32) for n in numels]

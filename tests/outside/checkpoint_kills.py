@@ -176,9 +176,9 @@ def _plan(program: str, kills: Any, rng: random.Random, *, has_committed: bool, 
 
 def _newest(folder: Path) -> int:
     """The newest step whose checkpoint passes its check."""
+    from outcore.checkpoint.find_checkpoints import found_in
     from outcore.core.errors import ConfigError
     from outcore.memory.files.checkpoint_folder import read_manifest
-    from outcore.saving.found import found_in
 
     for step, path in found_in(folder):
         try:
@@ -335,7 +335,7 @@ def _write_files(folder: Path) -> None:
 
 def _train(folder: Path, kind: Any, plan: Plan | None, told: mmap.mmap) -> str:
     """Run ``outcore train --resume auto``, with an evaluation after each epoch of three steps."""
-    from outcore.cli import main as cli
+    from outcore.command import main as cli
     from outside.calls import watched
 
     model, rows, out = folder / "model.json", folder / "rows.jsonl", folder / "c"

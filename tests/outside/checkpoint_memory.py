@@ -159,7 +159,7 @@ def _weights(model: Any) -> None:
 
 def _state(optimizer: Any) -> int:
     """A digest of weights, masters and moments, read one at a time."""
-    from outcore.runtime.values.access import own_states
+    from outcore.engine.values.access import own_states
 
     access, found = optimizer.engine.access, {}
     for unit in optimizer.engine.units:

@@ -27,8 +27,8 @@ from torch.nn import functional
 
 import outcore
 from outcore.core.errors import LaneError, OutcoreError, PlanInfeasibleError, RaceError
-from outcore.planning.forward import dear
-from outcore.runtime.activations import away
+from outcore.engine.activations import offloaded_call as away
+from outcore.model import expensive_operations as dear
 
 from .blocks import DEVICE, KINDS, VOCAB, Block
 from .program import Program
@@ -346,7 +346,7 @@ class Prepared(Side):
         return outcore.Budget(**sizes, disk=str(folder))
 
     def _plan(self, options: dict[str, Any]) -> Any:
-        from outcore.planning.homes.pools import Comfort
+        from outcore.planner.homes.pools import Comfort
 
         spec, steps = self.program["plan"], options.get("accumulation_steps")
         slots = spec["slots"]

@@ -64,8 +64,8 @@ def _loop(audit: Audit, folder: Path) -> None:
     from saving import small
 
     import outcore
-    from outcore.cli.checkpoint import listed
-    from outcore.saving.export_checkpoint import export_checkpoint
+    from outcore.checkpoint.export_checkpoint import export_checkpoint
+    from outcore.command.checkpoint import listed
 
     base = small.build("llama")
     base.save_pretrained(folder / "base")
@@ -118,7 +118,7 @@ def _trainers(audit: Audit, folder: Path) -> None:
 def _command(audit: Audit, folder: Path) -> None:
     from cli.conftest import CONFIG, write_json, write_jsonl
 
-    from outcore.cli import main as cli
+    from outcore.command import main as cli
 
     model = write_json(folder / "model.json", CONFIG)
     rows = write_jsonl(

@@ -199,8 +199,8 @@ def recorded_train(folder: Path, num_steps: int) -> tuple[list[Any], dict[int, l
     """The same for ``outcore train``, which saves during training; ``metrics.jsonl`` is among the right contents."""
     from cli.conftest import CONFIG, write_json, write_jsonl
 
-    from outcore.cli import main as cli
-    from outcore.integrations.saves import TrainerSaves
+    from outcore.command import main as cli
+    from outcore.integrations.trainer_saves import TrainerSaves
     from outside.calls import watched
 
     recording, right, out = Recording(folder.resolve()), {}, folder / "new" / "checkpoints"
@@ -292,7 +292,7 @@ def _newest(folder: Path, of: str) -> tuple[Any, Any]:
     """The checkpoint that a run would go on from, and its manifest."""
     from saving.small import find
 
-    from outcore.cli.train.output.folder import OutputFolder
+    from outcore.command.train.output.folder import OutputFolder
     from outcore.core.errors import ConfigError
     from outcore.integrations.checkpoints import refuse_damaged
     from outcore.memory.files.checkpoint_folder import read_manifest

@@ -91,7 +91,7 @@ def train(folder: Path, limit: int, nbytes: int, *, is_packed: bool) -> tuple[su
     from system.test_container import memory_group, peak_bytes
 
     (folder / "text.txt").write_text("as a user would type it " * 100)
-    command = [sys.executable, "-c", "from outcore.cli.main import main; main()", "train"]
+    command = [sys.executable, "-c", "from outcore.command.main import main; main()", "train"]
     command += ["--model", "base", "--data", "text.txt", "--out", "run", "--steps", "1", "--batch-size", "1"]
     command += ["--seq-len", "32", "--lora", "4", "--disk", ".", "--hardware", "none"]
     command += ["--device-memory", f"{nbytes // 2}", "--host-memory", f"{nbytes // 2}"]

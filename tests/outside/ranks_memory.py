@@ -61,8 +61,8 @@ def run(width: int, num_blocks: int, num_ranks: int, partition: str, gather: str
     from torch import distributed, nn
 
     import outcore
-    from outcore.planning.homes.pools import LEAST
-    from outcore.planning.homes.reservations import reservations
+    from outcore.planner.homes.pools import LEAST
+    from outcore.spec.reservations import reservations
 
     torch.set_num_threads(1)
     with torch.device("meta"):

@@ -40,7 +40,8 @@ def rank(folder: str, partition: str, gather: str) -> None:
     from ranks.cases import Block, Net
 
     import outcore
-    from outcore.planning.paper.schedule import schedule, usual_visits
+    from outcore.planner.paper.paper_schedule import schedule
+    from outcore.spec.schedule import usual_visits
 
     torch.set_num_threads(1)
     num_ranks = int(os.environ["WORLD_SIZE"])

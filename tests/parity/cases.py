@@ -16,10 +16,10 @@ from plans import forced
 from torch import nn
 
 import outcore
-from outcore.planning.forward import dear
-from outcore.planning.homes.check import can_be_plain
-from outcore.planning.homes.pools import LEAST, Comfort
-from outcore.runtime.activations import away
+from outcore.engine.activations import offloaded_call as away
+from outcore.model import expensive_operations as dear
+from outcore.planner.homes.check import can_be_plain
+from outcore.planner.homes.pools import LEAST, Comfort
 from outcore.spec.plan import TIERS
 
 from . import zoo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outcore.runtime.updates.early import EarlyUpdates, _Attempt
+from outcore.engine.updates.early_updates import EarlyUpdates, _Attempt
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.timeline import COMPUTE
 
 from .cases import Case, run_checked

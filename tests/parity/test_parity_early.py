@@ -14,8 +14,8 @@ from torch import nn
 
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
-from outcore.runtime.unit.unit import Unit
-from outcore.runtime.updates.early import EarlyUpdates, _Attempt
+from outcore.engine.unit.unit import Unit
+from outcore.engine.updates.early_updates import EarlyUpdates, _Attempt
 
 from . import zoo
 from .cases import Case, run, run_checked

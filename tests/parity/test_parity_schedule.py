@@ -16,12 +16,12 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.paper.schedule import consecutive, schedule
-from outcore.planning.paper.weight_cache import nothing_held
-from outcore.planning.units.partition import partition
-from outcore.runtime.module_guard import engine_of
-from outcore.spec.lanes import Lane
+from outcore.engine.module_guard import engine_of
+from outcore.model.partition import partition
+from outcore.order.weight_cache import nothing_held
+from outcore.planner.homes.pools import Comfort, pools_for
+from outcore.planner.paper.paper_schedule import consecutive, schedule
+from outcore.spec.lane_names import Lane
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.schedule import Phase, Schedule, Visit
 from outcore.spec.timeline import COMPUTE

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outcore.runtime.updates.of_unit import UnitUpdate
+from outcore.engine.updates.unit_update import UnitUpdate
 
 from .cases import Case, run_checked
 from .loops import Setting, assert_equal, plain_loop

@@ -27,24 +27,24 @@ from outcore.api import prepare_for_test
 from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
+from outcore.engine.rows.row_independence import Apart
+from outcore.engine.unit.live_port import Traffic
+from outcore.engine.updates.early_updates import EarlyUpdates, _Attempt
 from outcore.memory.arena import Region
+from outcore.model import expensive_operations as dear
+from outcore.model.partition import partition
 from outcore.optim.rules import rule_for
 from outcore.order.attempts import Attempt, Attempts
-from outcore.planning.forward import dear
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.homes.reservations import can_be_early
-from outcore.planning.paper.schedule import Circumstances, consecutive
-from outcore.planning.paper.weight_cache import nothing_held
-from outcore.planning.timing.player import Played, play
-from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared
-from outcore.planning.timing.simulate import PlayedClock, tasks_of
-from outcore.planning.units.partition import partition
-from outcore.runtime.rows.apart import Apart
-from outcore.runtime.unit.port import Traffic
-from outcore.runtime.updates.early import EarlyUpdates, _Attempt
-from outcore.spec.lanes import RANK_LANES, Lane
+from outcore.order.weight_cache import nothing_held
+from outcore.planner.homes.pools import Comfort, pools_for
+from outcore.planner.paper.paper_schedule import Circumstances, consecutive
+from outcore.planner.timing.player import Played, play
+from outcore.planner.timing.rates import LINKS, Pace, Rates, Shared
+from outcore.planner.timing.simulate import PlayedClock, tasks_of
+from outcore.spec.lane_names import RANK_LANES, Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
+from outcore.spec.reservations import can_be_early
 from outcore.spec.schedule import ROOT, Kind, Operation, Visit
 from outcore.spec.timeline import COMPUTE, HOST
 
@@ -288,9 +288,9 @@ def submitted(
     """
     with pytest.MonkeyPatch.context() as patch:
         if program.num_ranks > 1:
-            patch.setattr("outcore.together.join_world", lambda device: True)
-            patch.setattr("outcore.together.device_of_rank", lambda device: device)
-            patch.setattr("outcore.together.World", lambda: Echo(program.num_ranks))
+            patch.setattr("outcore.preparation.with_ranks.join_world", lambda device: True)
+            patch.setattr("outcore.preparation.with_ranks.device_of_rank", lambda device: device)
+            patch.setattr("outcore.preparation.with_ranks.World", lambda: Echo(program.num_ranks))
         prepared = prepare_for_test(
             program.model,
             program.optimizer,

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from outcore.cli.plan.answer import Answer, answer_for, machine_for
-from outcore.cli.plan.known import known_models
+from outcore.command.plan.answer import Answer, answer_for, machine_for
+from outcore.command.plan.known_models import known_models
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planning.search import changes
-from outcore.planning.search.search import search
-from outcore.planning.search.setting import Setting
+from outcore.planner.search import changes
+from outcore.planner.search.search import search
+from outcore.planner.search.setting import Setting
 
 from .fixed_policies import Asked
 

@@ -15,17 +15,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from outcore.cli.plan.answer import Answer, answer_for, machine_for
-from outcore.cli.plan.known import known_models
-from outcore.cli.plan.question import Question
+from outcore.command.plan.answer import Answer, answer_for, machine_for
+from outcore.command.plan.known_models import known_models
+from outcore.command.plan.question import Question
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planning.homes.placement import place
-from outcore.planning.homes.reservations import tier_bytes
-from outcore.planning.homes.sending import Away
-from outcore.planning.search.candidates import ALL_DISK, ALL_HOST, ROOMY, TIGHT, Choice, Kind
-from outcore.planning.search.job import Job
-from outcore.planning.search.looks import Looks
+from outcore.planner.homes.activation_policies import Away
+from outcore.planner.homes.placement import place
+from outcore.planner.search.evaluations import Looks
+from outcore.planner.search.job import Job
+from outcore.planner.search.plan_space import ALL_DISK, ALL_HOST, ROOMY, TIGHT, Choice, Kind
 from outcore.spec.plan import Plan
+from outcore.spec.reservations import tier_bytes
 
 SMALL, MIDDLE, LARGE, EXPERTS, HUGE = (
     *("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B"),

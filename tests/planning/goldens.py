@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.paper.schedule import schedule, usual_visits
+from outcore.planner.homes.pools import Comfort, pools_for
+from outcore.planner.paper.paper_schedule import schedule
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
-from outcore.spec.schedule import Phase, Visit
+from outcore.spec.schedule import Phase, Visit, usual_visits
 
 from .models import unit
 

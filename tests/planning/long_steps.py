@@ -18,14 +18,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from outcore.cli.plan.answer import answer_for, machine_for
-from outcore.cli.plan.known import known_models
-from outcore.planning.homes.sending import Away, sendings
-from outcore.planning.search.candidates import Candidate
-from outcore.planning.search.fillings import Fillings
-from outcore.planning.search.looks import Looks
-from outcore.planning.search.search import search
-from outcore.planning.search.setting import Setting
+from outcore.command.plan.answer import answer_for, machine_for
+from outcore.command.plan.known_models import known_models
+from outcore.planner.homes.activation_policies import Away, sendings
+from outcore.planner.search.evaluations import Looks
+from outcore.planner.search.plan_space import Candidate
+from outcore.planner.search.search import search
+from outcore.planner.search.setting import Setting
+from outcore.planner.search.start_plans import Fillings
 
 from .fixed_policies import EXPERTS, HUGE, LARGE, MIDDLE, SERVER, SMALL, Asked
 

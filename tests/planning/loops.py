@@ -8,10 +8,10 @@ from itertools import groupby, takewhile
 from hypothesis import strategies as st
 from plans import share_updates
 
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.homes.reservations import can_be_early
+from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
+from outcore.spec.reservations import can_be_early
 from outcore.spec.schedule import Phase, Visit
 
 from .models import unit

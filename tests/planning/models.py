@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from outcore.planning.forward.footprint import Footprint, Saved, Step
+from outcore.planner.forward.footprint import Footprint, Saved, Step
 from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec
 
 

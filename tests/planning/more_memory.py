@@ -12,12 +12,12 @@ import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 
-from outcore.cli.plan.answer import answer_for, machine_for
-from outcore.cli.plan.known import known_models
+from outcore.command.plan.answer import answer_for, machine_for
+from outcore.command.plan.known_models import known_models
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planning.homes.sending import Away
-from outcore.planning.search.job import Job
-from outcore.planning.search.search import search
+from outcore.planner.homes.activation_policies import Away
+from outcore.planner.search.job import Job
+from outcore.planner.search.search import search
 from outcore.spec.plan import POLICIES
 
 from .fixed_policies import Asked, settings

@@ -27,18 +27,19 @@ from pathlib import Path
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.planning.bound.bound import bound_of, busiest_s
-from outcore.planning.homes.placement import place
-from outcore.planning.homes.pools import Comfort
-from outcore.planning.homes.sending import Away
-from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.search.candidates import KINDS, ROOMY, TIGHT, Candidate, Choice, Kind
-from outcore.planning.search.job import Job
-from outcore.planning.search.search import search
-from outcore.planning.timing.rates import Rates
-from outcore.planning.timing.simulate import simulate
+from outcore.planner.bound.bound import bound_of, busiest_s
+from outcore.planner.homes.activation_policies import Away
+from outcore.planner.homes.placement import place
+from outcore.planner.homes.pools import Comfort
+from outcore.planner.paper.paper_schedule import Circumstances
+from outcore.planner.search.job import Job
+from outcore.planner.search.plan_space import KINDS, ROOMY, TIGHT, Candidate, Choice, Kind
+from outcore.planner.search.search import search
+from outcore.planner.timing.rates import Rates
+from outcore.planner.timing.simulate import simulate
 from outcore.spec.budget import Limits
 from outcore.spec.plan import POLICIES, Plan
+from outcore.spec.schedule import usual_visits
 
 from .models import even_footprint, layered
 

@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.search.candidates import ALL_HOST, Candidate, Choice, Comfort, Kind
-from outcore.planning.timing.rates import Rates
-from outcore.planning.timing.simulate import simulate
+from outcore.planner.paper.paper_schedule import Circumstances
+from outcore.planner.search.plan_space import ALL_HOST, Candidate, Choice, Comfort, Kind
+from outcore.planner.timing.rates import Rates
+from outcore.planner.timing.simulate import simulate
 from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec
+from outcore.spec.schedule import usual_visits
 
 GB, GIGA, TERA = 1e9, 1e9, 1e12
 ROOMY = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)

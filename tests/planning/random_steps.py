@@ -20,20 +20,20 @@ from typing import get_args
 from plans import share_updates
 
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.planning.bound.bound import bound_of
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.homes.reservations import can_be_early
-from outcore.planning.paper.schedule import Circumstances, consecutive, usual_visits
-from outcore.planning.paper.weight_cache import nothing_held
-from outcore.planning.search.candidates import moved
-from outcore.planning.search.orders import climb, num_tried
-from outcore.planning.timing.player import Task, play
-from outcore.planning.timing.rates import LINKS, Pace, Rates, Shared, Way
-from outcore.planning.timing.simulate import tasks_of
+from outcore.order.weight_cache import nothing_held
+from outcore.planner.bound.bound import bound_of
+from outcore.planner.homes.pools import Comfort, pools_for
+from outcore.planner.paper.paper_schedule import Circumstances, consecutive
+from outcore.planner.search.orders import climb, num_tried
+from outcore.planner.search.plan_space import moved
+from outcore.planner.timing.player import Task, play
+from outcore.planner.timing.rates import LINKS, Pace, Rates, Shared, Way
+from outcore.planner.timing.simulate import tasks_of
 from outcore.spec.cut import shared
 from outcore.spec.model import ModelSpec, Sharing, UnitSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
-from outcore.spec.schedule import ROOT, Visit
+from outcore.spec.reservations import can_be_early
+from outcore.spec.schedule import ROOT, Visit, usual_visits
 from outcore.spec.timeline import COMPUTE, HOST
 
 from .models import unit

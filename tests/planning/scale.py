@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outcore.cli.plan.answer import Answer, answer_for
-from outcore.cli.plan.question import Question
-from outcore.cli.train.model.source import find_model
+from outcore.command.plan.answer import Answer, answer_for
+from outcore.command.plan.question import Question
+from outcore.command.train.model.source import find_model
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
-from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.timing.ranks import Ranks, links_of, network_of, share_of
+from outcore.planner.timing.known_hardware import known_hardware
+from outcore.planner.timing.rank_layout import Ranks, links_of, network_of, share_of
 from outcore.spec.hardware import Hardware
 
 GIGA, GIB = 1e9, 2**30

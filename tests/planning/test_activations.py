@@ -23,8 +23,8 @@ from transformers import (
 import outcore
 from outcore.api import plan_for
 from outcore.core.errors import ConfigError, PlanInfeasibleError
-from outcore.planning.homes.check import check_plan
-from outcore.runtime.activations.away import Away
+from outcore.engine.activations.offloaded_call import Away
+from outcore.planner.homes.check import check_plan
 
 IDS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
 WIDTH = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, **IDS}

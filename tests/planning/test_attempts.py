@@ -9,15 +9,16 @@ from unittest import mock
 import pytest
 
 from outcore.order.attempts import Attempt, Attempts
-from outcore.planning.bound.bound import bound_of
-from outcore.planning.homes.early import with_early_updates
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.timing.rates import Rates
-from outcore.planning.timing.simulate import PlayedSteps, play_steps, simulate
+from outcore.planner.bound.bound import bound_of
+from outcore.planner.homes.early_placement import with_early_updates
+from outcore.planner.homes.pools import Comfort, pools_for
+from outcore.planner.paper.paper_schedule import Circumstances
+from outcore.planner.timing.rates import Rates
+from outcore.planner.timing.simulate import PlayedSteps, play_steps, simulate
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier, UnitPlan
+from outcore.spec.schedule import usual_visits
 
 from .models import layered
 from .random_steps import random_step

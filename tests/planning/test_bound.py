@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from outcore.planning.bound.bound import Bound, _Graph, bound_of
-from outcore.planning.bound.jobs import Sweep
-from outcore.planning.bound.work import totals_of, work_of
-from outcore.planning.homes.placement import place
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.timing.rates import Rates, Shared
-from outcore.planning.timing.simulate import simulate
+from outcore.planner.bound.bound import Bound, _Graph, bound_of
+from outcore.planner.bound.jobs import Sweep
+from outcore.planner.bound.step_work import totals_of, work_of
+from outcore.planner.homes.placement import place
+from outcore.planner.homes.pools import Comfort, pools_for
+from outcore.planner.paper.paper_schedule import Circumstances
+from outcore.planner.timing.rates import Rates, Shared
+from outcore.planner.timing.simulate import simulate
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
+from outcore.spec.schedule import usual_visits
 
 from .models import layered, unit
 from .random_steps import random_step, steps_s

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planning.homes.placement import fitting, least, place
-from outcore.planning.homes.sending import Activations, Away, Room
-from outcore.planning.search.changes import best_changes, curves
-from outcore.planning.search.search import Found, estimate, search
-from outcore.planning.search.setting import Setting
-from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.timing.profile import Profile, UnitWork
+from outcore.planner.homes.activation_policies import Activations, Away, Room
+from outcore.planner.homes.placement import fitting, least, place
+from outcore.planner.search.changes import best_changes, curves
+from outcore.planner.search.search import Found, estimate, search
+from outcore.planner.search.setting import Setting
+from outcore.planner.timing.known_hardware import known_hardware
+from outcore.planner.timing.profile import Profile, UnitWork
 from outcore.spec.budget import Limits
 
 from .models import even_footprint, layered

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from outcore.core.errors import ConfigError, PlanInfeasibleError
-from outcore.planning.homes.check import check_plan
-from outcore.planning.homes.placement import place
-from outcore.planning.homes.pools import pools_for
+from outcore.planner.homes.check import check_plan
+from outcore.planner.homes.placement import place
+from outcore.planner.homes.pools import pools_for
 from outcore.spec.budget import Limits
 
 from .models import layered

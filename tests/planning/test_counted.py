@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
 from outcore.core.errors import ConfigError
-from outcore.planning.forward.alike import Shape, kind_of
-from outcore.planning.forward.calls import calls_of
-from outcore.planning.forward.shapes import _answer, _packs_nothing
-from outcore.planning.timing.counted import counted_work
-from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.timing.profile import UnitWork, rates_for, unit_work
-from outcore.planning.units.partition import partition
+from outcore.model.equal_calls import Shape, kind_of
+from outcore.model.partition import partition
+from outcore.planner.forward.calls import calls_of
+from outcore.planner.forward.shapes import _answer, _packs_nothing
+from outcore.planner.timing.counted import counted_work
+from outcore.planner.timing.known_hardware import known_hardware
+from outcore.planner.timing.profile import UnitWork, rates_for, unit_work
 
 CPU = torch.device("cpu")
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from outcore.planning.forward import dear
+from outcore.model import expensive_operations as dear
 
 BATCH, HEADS, LENGTH, FEATURES = 2, 8, 16, 4
 

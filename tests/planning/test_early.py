@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outcore.core.errors import ConfigError
-from outcore.planning.homes.check import check_plan
-from outcore.planning.homes.early import with_early_updates
-from outcore.planning.homes.placement import place
-from outcore.planning.homes.reservations import can_be_early, tier_bytes
-from outcore.planning.homes.table import plan_table
+from outcore.planner.homes.check import check_plan
+from outcore.planner.homes.early_placement import with_early_updates
+from outcore.planner.homes.placement import place
+from outcore.planner.homes.table import plan_table
 from outcore.spec.budget import Limits
 from outcore.spec.plan import Plan
+from outcore.spec.reservations import can_be_early, tier_bytes
 
 from .models import layered
 

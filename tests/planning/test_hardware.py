@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from outcore.core.errors import ConfigError
-from outcore.planning.timing.known_hardware import BUSES, DEVICES, DISKS, HOSTS, LINKS, NETWORKS, known_hardware
-from outcore.planning.timing.profile import UnitWork, rates_for
+from outcore.planner.timing.known_hardware import BUSES, DEVICES, DISKS, HOSTS, LINKS, NETWORKS, known_hardware
+from outcore.planner.timing.profile import UnitWork, rates_for
 from outcore.spec.hardware import DevicePart, Hardware, HostPart
 
 from .models import layered

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from outcore.planning.homes.occupancy import Load, occupancy, peak_of
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.paper.schedule import usual_visits
-from outcore.planning.timing.simulate import simulate
+from outcore.planner.homes.occupancy import Load, occupancy, peak_of
+from outcore.planner.homes.pools import Comfort, pools_for
+from outcore.planner.timing.simulate import simulate
 from outcore.spec.plan import TIERS, Plan, Pool, UnitPlan
+from outcore.spec.schedule import usual_visits
 
 from .models import layered
 from .test_search import MIB, rates_of

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.planning.units.blocks import LARGE_EMBEDDING_NUMEL
-from outcore.planning.units.partition import choose_precision, partition
+from outcore.model.partition import choose_precision, partition
+from outcore.model.unit_modules import LARGE_EMBEDDING_NUMEL
 
 from .models import Block, Plain, Stack
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers as hf
 
-from outcore.planning.units.blocks import LARGE_EMBEDDING_NUMEL
-from outcore.planning.units.partition import partition
+from outcore.model.partition import partition
+from outcore.model.unit_modules import LARGE_EMBEDDING_NUMEL
 
 WIDTH = 32
 VOCAB = LARGE_EMBEDDING_NUMEL // WIDTH  # just large enough for a unit of its own

@@ -10,16 +10,16 @@ from torch import nn
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, format_bytes
+from outcore.model.partition import partition
 from outcore.optim.joined import as_one
 from outcore.optim.rules import rule_for
-from outcore.planning.homes.check import check_plan
-from outcore.planning.homes.placement import STAYING, fitting, least, place, refusal
-from outcore.planning.homes.reservations import reservations, tier_bytes
-from outcore.planning.homes.sending import Activations, Room, sendings
-from outcore.planning.search.candidates import ALL_DISK, ALL_HOST, Choice
-from outcore.planning.units.partition import partition
+from outcore.planner.homes.activation_policies import Activations, Room, sendings
+from outcore.planner.homes.check import check_plan
+from outcore.planner.homes.placement import STAYING, fitting, least, place, refusal
+from outcore.planner.search.plan_space import ALL_DISK, ALL_HOST, Choice
 from outcore.spec.budget import Limits
 from outcore.spec.plan import TIERS, Plan
+from outcore.spec.reservations import reservations, tier_bytes
 
 from .models import even_footprint, layered, model_specs
 

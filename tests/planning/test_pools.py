@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from outcore.planning.homes.pools import LEAST, SCRATCH_BYTES, Comfort, pools_for
+from outcore.planner.homes.pools import LEAST, SCRATCH_BYTES, Comfort, pools_for
 from outcore.spec.layout import NOISE_BYTES
 from outcore.spec.model import ModelSpec, StateForm, UnitSpec
 from outcore.spec.plan import UnitPlan

@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.timing.profile import UnitWork, rates_for, unit_work
-from outcore.planning.units.partition import partition
+from outcore.model.partition import partition
+from outcore.planner.timing.known_hardware import known_hardware
+from outcore.planner.timing.profile import UnitWork, rates_for, unit_work
 from outcore.spec.model import ModelSpec
 
 from .models import Stack

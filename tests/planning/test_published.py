@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from outcore.planning.paper.weight_cache import Cache, Use, belady
+from outcore.order.weight_cache import Cache, Use, belady
 
 from .published import deep_optimizer_states, lazy_train, lohan
 

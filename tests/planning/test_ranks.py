@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 
 from outcore.core.errors import PlanInfeasibleError
+from outcore.model.partition import Partition
 from outcore.order.turns import Turns
-from outcore.planning.homes.pools import pools_for
-from outcore.planning.homes.reservations import tier_bytes
-from outcore.planning.paper.schedule import schedule, usual_visits
-from outcore.planning.timing.known_hardware import BUSES, HOSTS, LINKS, known_hardware
-from outcore.planning.timing.profile import UnitWork, rates_for
-from outcore.planning.timing.ranks import ALONE, Between, Ranks, between, links_of, network_of, share_of
-from outcore.planning.timing.rates import Pace, Rates
-from outcore.planning.timing.simulate import simulate
-from outcore.planning.units.partition import Partition
+from outcore.planner.homes.pools import pools_for
+from outcore.planner.paper.paper_schedule import schedule
+from outcore.planner.timing.known_hardware import BUSES, HOSTS, LINKS, known_hardware
+from outcore.planner.timing.profile import UnitWork, rates_for
+from outcore.planner.timing.rank_layout import ALONE, Between, Ranks, between, links_of, network_of, share_of
+from outcore.planner.timing.rates import Pace, Rates
+from outcore.planner.timing.simulate import simulate
+from outcore.preparation.with_ranks import fastest
 from outcore.spec.cut import shared
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.model import ModelSpec, Sharing
 from outcore.spec.plan import Plan
-from outcore.together import fastest
+from outcore.spec.reservations import tier_bytes
+from outcore.spec.schedule import usual_visits
 
 from .models import layered
 from .test_simulate import plan_of

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 
 from outcore.core.errors import ConfigError
-from outcore.planning.paper.schedule import consecutive, schedule, usual_visits
-from outcore.planning.paper.weight_cache import nothing_held, update_order
-from outcore.spec.lanes import Lane
+from outcore.order.weight_cache import nothing_held, update_order
+from outcore.planner.paper.paper_schedule import consecutive, schedule
+from outcore.spec.lane_names import Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
-from outcore.spec.schedule import Access, Operation, Phase, Schedule, Visit
+from outcore.spec.schedule import Access, Operation, Phase, Schedule, Visit, usual_visits
 from outcore.spec.timeline import COMPUTE
 
 from .goldens import CASES, FOLDER, HOST, model, plan, text, visits

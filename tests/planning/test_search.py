@@ -13,25 +13,26 @@ from typing import Any
 
 import pytest
 
-from outcore.cli.plan.answer import answer
+from outcore.command.plan.answer import answer
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planning.homes.check import check_plan
-from outcore.planning.homes.placement import place
-from outcore.planning.homes.reservations import tier_bytes
-from outcore.planning.homes.sending import Away
-from outcore.planning.homes.share import balanced_share
-from outcore.planning.paper.schedule import Circumstances, usual_visits
-from outcore.planning.search.candidates import ALL_DEVICE, ALL_DISK, ALL_HOST, KINDS, TIGHT, Candidate, Kind, moved
-from outcore.planning.search.fillings import Fillings
-from outcore.planning.search.job import Job
-from outcore.planning.search.looks import Looks, Simulated
-from outcore.planning.search.search import Found, _Search, search
-from outcore.planning.search.wear import least_worn
-from outcore.planning.timing.rates import Rates
-from outcore.planning.timing.simulate import Simulation, simulate
+from outcore.planner.homes.activation_policies import Away
+from outcore.planner.homes.check import check_plan
+from outcore.planner.homes.placement import place
+from outcore.planner.homes.share import balanced_share
+from outcore.planner.paper.paper_schedule import Circumstances
+from outcore.planner.search.evaluations import Looks, Simulated
+from outcore.planner.search.job import Job
+from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, KINDS, TIGHT, Candidate, Kind, moved
+from outcore.planner.search.search import Found, _Search, search
+from outcore.planner.search.start_plans import Fillings
+from outcore.planner.search.wear import least_worn
+from outcore.planner.timing.rates import Rates
+from outcore.planner.timing.simulate import Simulation, simulate
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
+from outcore.spec.reservations import tier_bytes
+from outcore.spec.schedule import usual_visits
 
 from . import more_memory
 from .fixed_policies import SERVER, SMALL, Asked
@@ -227,11 +228,11 @@ def test_random_candidates_find_what_changes_do_not(monkeypatch: pytest.MonkeyPa
 
 def test_more_plans_are_compared_where_few_of_many_micro_batches_are_played(monkeypatch: pytest.MonkeyPatch):
     """What is done last of all, for plans that write less, may find the same."""
-    monkeypatch.setattr("outcore.planning.search.search.sparing", lambda *_: [])
+    monkeypatch.setattr("outcore.planner.search.search.sparing", lambda *_: [])
     job = job_of(9, 4, 6, 60, micro_batches=8)
     found = search(job)
-    monkeypatch.setattr("outcore.planning.search.search._WITH_VISITS", 12)
-    monkeypatch.setattr("outcore.planning.search.looks._PLAYED", 8)
+    monkeypatch.setattr("outcore.planner.search.search._WITH_VISITS", 12)
+    monkeypatch.setattr("outcore.planner.search.evaluations._PLAYED", 8)
     assert found.simulation.step_s < 0.99 * search(job).simulation.step_s
 
 
@@ -240,7 +241,7 @@ def test_with_several_micro_batches_little_memory_goes_to_a_slot_to_fetch_ahead(
     ways = (None, Away("device", "select"), Away("host", "recompute"))
     job = job_of(9, 2, 20, micro_batches=4, activation_share=0.3, footprint=footprint, ways=ways)
     found = search(job)
-    monkeypatch.setattr("outcore.planning.search.fillings.LEAN", TIGHT)
+    monkeypatch.setattr("outcore.planner.search.start_plans.LEAN", TIGHT)
     assert found.simulation.step_s < 0.98 * search(job).simulation.step_s
 
 
@@ -338,7 +339,7 @@ def test_updates_come_in_turn_where_forward_would_wait_for_those_whose_states_sl
     num_layers: int, host: float, monkeypatch: pytest.MonkeyPatch
 ):
     """Updates are about as fast as forward, and the disk is faster. The fastest plan counts, whatever it writes."""
-    monkeypatch.setattr("outcore.planning.search.wear.WORTH", 0.0)
+    monkeypatch.setattr("outcore.planner.search.wear.WORTH", 0.0)
     job = job_of(num_layers, 0.5, host, 40)
     rates = rates_of(job.model, disk_read=30e9, disk_write=30e9)
     updates = {"update": MIB / 0.9e-3, "device_update": MIB / 10e-3, "compute": 30e9}
@@ -354,7 +355,7 @@ def test_of_plans_that_are_about_as_fast_the_one_that_writes_least_is_taken(monk
     found = search(job)
     assert found.simulation.written_s == 0
     assert found.simulation.step_s <= 1.01 * found.fastest_s
-    monkeypatch.setattr("outcore.planning.search.search.sparing", lambda *_: [])
+    monkeypatch.setattr("outcore.planner.search.search.sparing", lambda *_: [])
     assert search(job).simulation.written_s > 0
 
 

@@ -13,9 +13,9 @@ from plans import share_updates
 
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import PAGE_BYTES
-from outcore.planning.homes.check import check_plan
-from outcore.planning.homes.placement import place
-from outcore.planning.homes.pools import LEAST, pools_for
+from outcore.planner.homes.check import check_plan
+from outcore.planner.homes.placement import place
+from outcore.planner.homes.pools import LEAST, pools_for
 from outcore.spec.budget import Limits
 from outcore.spec.layout import staging
 from outcore.spec.plan import UnitPlan

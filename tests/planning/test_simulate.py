@@ -10,18 +10,18 @@ from unittest import mock
 
 import pytest
 
-from outcore.planning.bound.bound import bound_of
-from outcore.planning.homes.placement import place
-from outcore.planning.homes.pools import Comfort, pools_for
-from outcore.planning.paper.schedule import usual_visits
-from outcore.planning.timing import simulate as simulation
-from outcore.planning.timing.player import Task, play
-from outcore.planning.timing.rates import LINK_OF, LINKS, Rates, Shared
-from outcore.planning.timing.simulate import play_steps, simulate, steps_until_settled
+from outcore.planner.bound.bound import bound_of
+from outcore.planner.homes.placement import place
+from outcore.planner.homes.pools import Comfort, pools_for
+from outcore.planner.timing import simulate as simulation
+from outcore.planner.timing.player import Task, play
+from outcore.planner.timing.rates import LINK_OF, LINKS, Rates, Shared
+from outcore.planner.timing.simulate import play_steps, simulate, steps_until_settled
 from outcore.spec.budget import Limits
 from outcore.spec.layout import COMPACT_COST
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
+from outcore.spec.schedule import usual_visits
 from outcore.spec.timeline import LANES
 
 from .models import layered

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from outcore.planning.homes.placement import place
-from outcore.planning.homes.table import plan_table
+from outcore.planner.homes.placement import place
+from outcore.planner.homes.table import plan_table
 from outcore.spec.budget import Limits
 from outcore.spec.plan import Plan, UnitPlan
 

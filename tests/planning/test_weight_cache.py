@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outcore.planning.paper.schedule import usual_visits
-from outcore.planning.paper.weight_cache import Cache, Held, Move, Use, belady, nothing_held, slot_sizes, weight_moves
+from outcore.order.weight_cache import Cache, Held, Move, Use, belady, nothing_held, slot_sizes, weight_moves
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
-from outcore.spec.schedule import Phase, Visit
+from outcore.spec.schedule import Phase, Visit, usual_visits
 
 from .goldens import HOST, model, plan, visits
 from .loops import loops

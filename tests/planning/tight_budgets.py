@@ -11,9 +11,9 @@ from __future__ import annotations
 import statistics
 import time
 
-from outcore.cli.plan.answer import answer_for, machine_for
-from outcore.cli.plan.known import known_models
-from outcore.planning.search.search import search
+from outcore.command.plan.answer import answer_for, machine_for
+from outcore.command.plan.known_models import known_models
+from outcore.planner.search.search import search
 
 from .fixed_policies import Asked
 

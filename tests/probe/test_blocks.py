@@ -18,20 +18,21 @@ import torch
 from parity.zoo import batches, make
 from torch import nn
 
-from outcore.choice import Options, Timed
 from outcore.device.device import Device
 from outcore.device.opening import device_name, open_device
 from outcore.memory.topology import Others
-from outcore.planning.timing.counted import counted_work
-from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.timing.profile import UnitTimes, UnitWork, rates_for
-from outcore.planning.timing.ranks import Ranks
-from outcore.planning.units.partition import Partition, partition
-from outcore.probe import blocks, kept_blocks
-from outcore.probe.blocks import Speed
-from outcore.probe.kept import Machine, Measured, versions
+from outcore.model.partition import Partition, partition
+from outcore.planner.timing.counted import counted_work
+from outcore.planner.timing.known_hardware import known_hardware
+from outcore.planner.timing.profile import UnitTimes, UnitWork, rates_for
+from outcore.planner.timing.rank_layout import Ranks
+from outcore.preparation.plan_choice import Options, Timed
+from outcore.probe import block_times as blocks
+from outcore.probe import kept_blocks
+from outcore.probe.block_times import Speed
 from outcore.probe.kept_blocks import KeptBlocks, with_times
 from outcore.probe.loads import Load
+from outcore.probe.measured_machines import Machine, Measured, versions
 from outcore.probe.small_block import SmallBlock
 from outcore.spec.hardware import Hardware
 
@@ -378,7 +379,7 @@ def test_a_run_measures_blocks_on_its_own_machine_alone(compiles, monkeypatch):
         found.append(cut)
         return work
 
-    monkeypatch.setattr("outcore.choice.with_times", with_none)
+    monkeypatch.setattr("outcore.preparation.plan_choice.with_times", with_none)
     cut = partition(make("llama"), state_names=STATES)
     with open_device(DEVICE) as device:
         for hardware in (MACHINE, dataclasses.replace(MACHINE, name=device_name(DEVICE))):

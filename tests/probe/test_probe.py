@@ -22,27 +22,29 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import outcore
-from outcore.cli.probe import probe
+from outcore.command.probe import probe
 from outcore.core.errors import ConfigError, DiskError, OutcoreError
 from outcore.core.quantities import PAGE_BYTES
 from outcore.device.opening import open_device
-from outcore.forecast import hardware_for
 from outcore.memory import disk_file
 from outcore.memory.disk import DiskStore, Extent
 from outcore.memory.limits import host_bytes
 from outcore.memory.topology import Others
-from outcore.planning.timing.counted import counted_work
-from outcore.planning.timing.known_hardware import known_hardware
-from outcore.planning.units.partition import partition
-from outcore.probe import kept, links, work
+from outcore.model.partition import partition
+from outcore.planner.timing.counted import counted_work
+from outcore.planner.timing.known_hardware import known_hardware
+from outcore.preparation.forecast import hardware_for
+from outcore.probe import compute_rates as work
+from outcore.probe import links
 from outcore.probe import measure as measuring
-from outcore.probe.kept import Machine
+from outcore.probe import measured_machines as kept
 from outcore.probe.loads import Load, speeds
 from outcore.probe.measure import MIB, Effort, measure, product_flops
+from outcore.probe.measured_machines import Machine
 from outcore.probe.samples import line, parts, usual_s
 from outcore.probe.small_block import SmallBlock
 from outcore.spec.hardware import Hardware
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 DEVICE = os.environ.get("OUTCORE_TEST_DEVICE", "cpu")
 LEAST = Effort(
@@ -55,7 +57,7 @@ OPENED = partial(open_device, DEVICE)
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("outcore.probe.measure.EFFORTS", {"whole": LEAST, "quick": LEAST})
-    monkeypatch.setattr("outcore.cli.probe._LOOK_S", 0.0)
+    monkeypatch.setattr("outcore.command.probe._LOOK_S", 0.0)
 
 
 def test_a_slow_moment_of_a_link_does_not_decide(tmp_path, monkeypatch):

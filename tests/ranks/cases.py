@@ -27,10 +27,10 @@ import outcore
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
+from outcore.model.wrapped import tensors_in
 from outcore.optim.joined import as_one
 from outcore.optim.norms import block_sums, node_sums, norm_of, num_blocks, whole_nodes
-from outcore.planning.homes.pools import Comfort
-from outcore.planning.units.wrapped import tensors_in
+from outcore.planner.homes.pools import Comfort
 
 VOCAB = 29
 TOTAL, STEPS = map(int, os.environ.get("OUTCORE_TEST_LOOP", "6 3").split())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import distributed, nn
 
 import outcore
-from outcore.planning.homes.pools import LEAST
+from outcore.planner.homes.pools import LEAST
 
 RANK = int(os.environ["RANK"])
 WAYS = [

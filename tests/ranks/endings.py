@@ -22,7 +22,7 @@ from outcore.api import prepare_for_test
 from outcore.core.errors import OutcoreError
 from outcore.device import threads
 from outcore.device.faults import DELAYABLE, Faults
-from outcore.planning.homes.pools import Comfort
+from outcore.planner.homes.pools import Comfort
 
 from .cases import DEVICE, Block, Case, begin, digest, made, micro_batches, plain, train
 from .conftest import launch

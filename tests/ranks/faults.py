@@ -25,7 +25,7 @@ from torch import distributed, nn
 import outcore
 from outcore.api import prepare_for_test
 from outcore.core.ranks import TIMEOUT
-from outcore.planning.homes.pools import LEAST
+from outcore.planner.homes.pools import LEAST
 
 from .cases import DEVICE, Block, Case, begin, made, micro_batches
 
@@ -35,26 +35,26 @@ STEPS, MICRO_BATCHES = 3, 2
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 POINTS = {
     "forward": "torch.nn.modules.normalization:LayerNorm.forward",  # inside of a block, also when it is recomputed
-    "backward": "outcore.runtime.gradients.ranked:RankedGradients.deposit",
+    "backward": "outcore.engine.gradients.ranked:RankedGradients.deposit",
     "exchange": "outcore.ranks.world:World.exchange",
-    "addition": "outcore.runtime.gradients.ranked:add_works",
-    "norm": "outcore.runtime.gradients.norms:RankNorms._take_all",
-    "step": "outcore.runtime.engine:Engine.step",
-    "update": "outcore.runtime.updates.of_unit:run_on",
+    "addition": "outcore.engine.gradients.ranked:add_works",
+    "norm": "outcore.engine.gradients.gradient_norms:RankNorms._take_all",
+    "step": "outcore.engine.engine:Engine.step",
+    "update": "outcore.engine.updates.unit_update:run_on",
     "gather": "outcore.ranks.world:World.gather",
     "link": "outcore.ranks.world:World.all_gather",
-    "save": "outcore.saving.shared:SharedCheckpoint.meet",
+    "save": "outcore.checkpoint.shared_checkpoint:SharedCheckpoint.meet",
 }
 """Places where a rank dies or stalls."""
 IN_PREPARE = {
     "model": "outcore.api:cut_model",
     "device": "outcore.api:open_device",
     "values": "outcore.api:FirstValues",
-    "limits": "outcore.together:limits_of",
-    "homes": "outcore.runtime.opened:Tiers",
+    "limits": "outcore.preparation.with_ranks:limits_of",
+    "homes": "outcore.engine.opened:Tiers",
     "states": "outcore.api:FirstValues.take_over",
     "first value": "outcore.ranks.world:World.copy_first",
-    "hooks": "outcore.runtime.attached:Attached.take_calls",
+    "hooks": "outcore.engine.attached:Attached.take_calls",
 }
 """Places in ``prepare`` where a rank fails."""
 NUM_SAVED_WRITES = 8

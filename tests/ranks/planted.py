@@ -12,7 +12,7 @@ from torch import distributed
 import outcore
 from outcore.core.errors import RaceError
 from outcore.device.faults import Faults
-from outcore.planning.homes.pools import LEAST
+from outcore.planner.homes.pools import LEAST
 
 from .cases import Block, Case, begin, checked, made, train
 

@@ -15,9 +15,9 @@ from plans import forced
 
 import outcore
 from outcore.api import prepare_for_test
+from outcore.checkpoint.shared_checkpoint import SharedCheckpoint
 from outcore.memory.files.checkpoint_file import CheckpointFile
-from outcore.planning.homes.pools import LEAST
-from outcore.saving.shared import SharedCheckpoint
+from outcore.planner.homes.pools import LEAST
 
 from .cases import DEVICE, Block, Case, begin, digest, made, states_digest, train
 

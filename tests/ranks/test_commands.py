@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outcore.cli.train.crew import Crew, SaidElsewhereError
-from outcore.cli.train.spawn import num_processes
+from outcore.command.train.command_ranks import Crew, SaidElsewhereError
+from outcore.command.train.spawn import num_processes
 from outcore.core.errors import ConfigError, LaneError
 from outcore.core.ranks import OtherRankError
 from outcore.spec.hardware import Hardware
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE != "cpu", reason="over gloo, between processes on the CPU"),
     pytest.mark.xdist_group("ranks"),
 ]
-MAIN = "from outcore.cli.main import main; main()"
+MAIN = "from outcore.command.main import main; main()"
 MEMORY = ["--device-memory", "260KiB", "--host-memory", "1500KiB"]
 RUN = ["--lr", "1e-3", "--max-grad-norm", "0", "--batch-size", "1", "--seq-len", "32", "--device", "cpu"]
 
@@ -213,7 +213,7 @@ def fails(self):
     raise KeyError("in what rank 0 does first")
 if os.environ["RANK"] == "0":
     PartialState.main_process_first = fails
-    from outcore.cli.train import crew
+    from outcore.command.train import command_ranks as crew
     crew._PATIENCE_S = 3600
 """
 
@@ -345,7 +345,7 @@ def test_a_signal_stops_all_behind_a_checkpoint(told, files, tmp_path):
 SPAWN = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
-from outcore.cli.train.spawn import spawn
+from outcore.command.train.spawn import spawn
 sys.exit(spawn(2, sys.argv[1:]))
 """
 

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import outcore
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.memory.files import weights_file
-from outcore.planning.homes.pools import LEAST
+from outcore.planner.homes.pools import LEAST
 
 from .cases import DEVICE, begin, blocked_norm
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outcore.planning.paper.weight_cache import Held, Move, Moves
-from outcore.runtime.weights import MAX_VISITS, Cursor, Round
+from outcore.engine.streamed_weights import MAX_VISITS, Cursor, Round
+from outcore.order.weight_cache import Held, Move, Moves
 from outcore.spec.schedule import Phase, Visit
 
 NOTHING = Held((), ())

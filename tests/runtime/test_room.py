@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from outcore.runtime.activations.room import Lease, Room
+from outcore.engine.activations.room import Lease, Room
 
 
 class FakeMeter:

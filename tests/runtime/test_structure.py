@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outcore.core.errors import UnsupportedError
-from outcore.runtime.recompute.structure import take_apart
+from outcore.engine.recompute.structure import take_apart
 
 Pair = namedtuple("Pair", "left right")
 A, B, C = torch.zeros(1), torch.ones(2), torch.full((3,), 2.0)

@@ -14,8 +14,8 @@ from plans import forced
 from torch import nn
 
 import outcore
-from outcore.saving.found import found
-from outcore.spec.checkpoint import Manifest
+from outcore.checkpoint.find_checkpoints import found
+from outcore.spec.manifest import Manifest
 from outcore.spec.plan import Plan
 
 VOCAB = 131

@@ -20,13 +20,13 @@ from plans import forced
 
 import outcore
 from outcore.api import Prepared
+from outcore.checkpoint.export_checkpoint import export_checkpoint
+from outcore.checkpoint.training_state import load_weights
 from outcore.core.errors import ConfigError, DiskError, UnsupportedError
+from outcore.engine.checkpoint_saves import Save
 from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
-from outcore.runtime.saves import Save
-from outcore.saving.export_checkpoint import export_checkpoint
-from outcore.saving.training_state import load_weights
-from outcore.spec.checkpoint import Manifest
+from outcore.spec.manifest import Manifest
 
 from . import small
 from .test_training_state import state_of

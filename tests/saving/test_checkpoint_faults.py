@@ -24,11 +24,11 @@ from outside.calls import Call, watched
 from outside.flipped_bytes import flip_disk, flipped
 
 import outcore
+from outcore.checkpoint.find_checkpoints import found, found_in, prune
 from outcore.core.errors import ConfigError, DiskError, OutcoreError
 from outcore.memory.files import checkpoint_folder
 from outcore.memory.files.checkpoint_folder import find_damage, read_manifest
-from outcore.saving.found import found, found_in, prune
-from outcore.spec.checkpoint import Manifest
+from outcore.spec.manifest import Manifest
 
 from . import small
 from .test_library_files import saved_beside
@@ -246,7 +246,7 @@ def test_memory_is_measured(tmp_path: Path):
 )
 def test_manifests_that_nobody_writes(change: Any, saved: Any):
     """They are refused although their checksum is right."""
-    from outcore.spec.checkpoint import _signed
+    from outcore.spec.manifest import _signed
 
     text = (saved[0] / "step-00000002" / "manifest.json").read_text()
     fields = json.loads(text)
@@ -396,7 +396,7 @@ def test_a_load_that_is_cut_short(error: Any, run: Any, tmp_path: Path, monkeypa
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("outcore.saving.checkpoint._load_buffers", interrupt)
+        patch.setattr("outcore.checkpoint.save_and_load._load_buffers", interrupt)
         with pytest.raises((KeyboardInterrupt, OSError)):
             outcore.load_checkpoint(model, optimizer, tmp_path / "c")
     for use in (lambda: small.train(model, optimizer), optimizer.step):
@@ -412,7 +412,7 @@ def test_ctrl_c_while_small_files_are_written(run: Any, tmp_path: Path, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("outcore.saving.checkpoint.write_units", interrupt)
+        patch.setattr("outcore.checkpoint.save_and_load.write_units", interrupt)
         with pytest.raises(KeyboardInterrupt):
             outcore.save_checkpoint(*run, tmp_path / "c", step=1)
     assert not list((tmp_path / "c").iterdir())

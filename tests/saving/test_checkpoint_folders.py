@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import outcore
+from outcore.checkpoint import export_checkpoint as export_checkpoint_module
+from outcore.checkpoint.export_checkpoint import export_checkpoint
 from outcore.core.errors import ConfigError, DiskError
 from outcore.memory.files import checkpoint_file, checkpoint_folder, locked_folder
 from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.memory.files.locked_folder import held, taken_alone
 from outcore.memory.piece_pool import ClosedError
-from outcore.saving import export_checkpoint as export_checkpoint_module
-from outcore.saving.export_checkpoint import export_checkpoint
-from outcore.spec.checkpoint import Manifest
+from outcore.spec.manifest import Manifest
 
 from . import small
 from .test_training_state import state_of

@@ -16,8 +16,8 @@ from outcore.api import prepare_for_test
 from outcore.core.errors import RaceError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
+from outcore.engine.updates import early_updates as early
 from outcore.memory.files.weights_file import WeightsDirectory
-from outcore.runtime.updates import early
 
 from . import small
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 import outcore
+from outcore.checkpoint import library_files
+from outcore.checkpoint.export_checkpoint import export_checkpoint
+from outcore.checkpoint.training_state import load_states, save_states
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.engine.checkpoint_saves import Saves
 from outcore.memory.files import checkpoint_file
-from outcore.runtime.saves import Saves
-from outcore.saving import library_files
-from outcore.saving.export_checkpoint import export_checkpoint
-from outcore.saving.training_state import load_states, save_states
 from outcore.spec.layout import CODES
 
 from . import small

@@ -16,11 +16,11 @@ from torch import nn
 
 import outcore
 from outcore.core.errors import UnsupportedError
-from outcore.device.aside import sum_of_words
+from outcore.device.device_copies import sum_of_words
+from outcore.engine import checkpoint_saves as saves
+from outcore.engine.module_guard import engine_of
+from outcore.engine.saved_weights import SavedWeights
 from outcore.memory.files.checkpoint_file import CheckpointFile
-from outcore.runtime import saves
-from outcore.runtime.module_guard import engine_of
-from outcore.runtime.saved_weights import SavedWeights
 
 from . import small
 from .test_library_files import saved_beside

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import outcore
-from outcore.saving.export_checkpoint import export_checkpoint
+from outcore.checkpoint.export_checkpoint import export_checkpoint
 
 from . import small
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import outcore
+from outcore.checkpoint.weights import export
 from outcore.memory.files import weights_file
-from outcore.saving.weights import export
 
 from . import small
 

@@ -11,9 +11,9 @@ from ranks.conftest import launch
 from torch import nn
 
 import outcore
+from outcore.checkpoint.export_checkpoint import _Saved, export_checkpoint
 from outcore.core.errors import ConfigError
-from outcore.saving.export_checkpoint import _Saved, export_checkpoint
-from outcore.spec.checkpoint import Manifest, TensorRecord
+from outcore.spec.manifest import Manifest, TensorRecord
 
 from . import small
 from .test_training_state import state_of

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 import outcore
+from outcore.checkpoint import export_merged as export_merged_module
+from outcore.checkpoint.export_checkpoint import export_checkpoint
+from outcore.checkpoint.weights.merge import Merged
 from outcore.core.errors import ConfigError
-from outcore.saving import export_merged as export_merged_module
-from outcore.saving.export_checkpoint import export_checkpoint
-from outcore.saving.weights.merge import Merged
 
 from . import small
 

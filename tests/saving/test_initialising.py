@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.runtime import opened
-from outcore.saving.weights import initialise
+from outcore.checkpoint.weights import initialise
+from outcore.engine import opened
 
 from . import small
 

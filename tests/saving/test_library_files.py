@@ -14,17 +14,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import outcore
+from outcore.checkpoint import begin_checkpoint as beside
+from outcore.checkpoint.begin_checkpoint import begun
+from outcore.checkpoint.library_files import LibraryFiles
+from outcore.checkpoint.training_state import load_states, save_states, step_of_states
 from outcore.core.errors import DiskError, OutcoreError
-from outcore.integrations.saves import _move_into
+from outcore.engine.module_guard import engine_of
+from outcore.integrations.trainer_saves import _move_into
 from outcore.memory.files import weights_layout
 from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile
 from outcore.memory.files.checkpoint_folder import read_manifest
-from outcore.runtime.module_guard import engine_of
-from outcore.saving import beside
-from outcore.saving.beside import begun
-from outcore.saving.library_files import LibraryFiles
-from outcore.saving.training_state import load_states, save_states, step_of_states
-from outcore.spec.checkpoint import BLOCK_BYTES, Block, Manifest
+from outcore.spec.manifest import BLOCK_BYTES, Block, Manifest
 
 from . import small
 from .test_export import tensors

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import outcore
+from outcore.checkpoint.weights.load_plan import plan_loading
 from outcore.core.errors import ConfigError
+from outcore.engine import opened
 from outcore.memory.files.weights_file import WeightsDirectory
-from outcore.runtime import opened
-from outcore.saving.weights.load_plan import plan_loading
 
 from . import small
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import outcore
+from outcore.checkpoint import training_state
+from outcore.checkpoint.training_state import load_states, save_states
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.optim import Rule, State
 from outcore.optim.joined import Joined
-from outcore.saving import training_state
-from outcore.saving.training_state import load_states, save_states
 
 from . import small
 from .test_training_state import state_of

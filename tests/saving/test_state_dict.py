@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import outcore
-from outcore.runtime.live_states import LiveStates
+from outcore.engine.live_states import LiveStates
 
 from . import small
 

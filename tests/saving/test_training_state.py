@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import outcore
+from outcore.checkpoint.training_state import has_states, load_states, load_weights, save_states
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.engine.values.access import Access
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
-from outcore.runtime.values.access import Access
-from outcore.saving.training_state import has_states, load_states, load_weights, save_states
 
 from . import small
 

@@ -18,7 +18,7 @@ os.environ["OUTCORE_TEST_DEVICE"] = "cuda"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from footprint_tests import DEAR, bytes_of, random_case
 
-from outcore.planning.forward import dear
+from outcore.model import expensive_operations as dear
 
 KIB = 1024
 COLUMNS = ("seed", "model", "policies", "they rest", "all else", "pieces", "beside: planned", "seen", "ratio", "plan")

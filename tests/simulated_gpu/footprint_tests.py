@@ -32,12 +32,12 @@ from transformers import (
 
 import outcore
 from outcore.core.quantities import PAGE_BYTES
-from outcore.planning.forward import dear
-from outcore.planning.forward.activations import footprint_of
-from outcore.planning.homes.reservations import tier_bytes
-from outcore.planning.homes.sending import WORKSPACE_SHARE
-from outcore.planning.units.partition import partition
+from outcore.model import expensive_operations as dear
+from outcore.model.partition import partition
+from outcore.planner.forward.saved_bytes import footprint_of
+from outcore.planner.homes.activation_policies import WORKSPACE_SHARE
 from outcore.spec.plan import POLICIES, TIERS
+from outcore.spec.reservations import tier_bytes
 
 pytestmark = pytest.mark.gpu
 LAYERS, ROWS, LENGTH, WORDS = 6, 4, 64, 600

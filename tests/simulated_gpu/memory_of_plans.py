@@ -18,7 +18,7 @@ os.environ["OUTCORE_TEST_DEVICE"] = "cuda"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from memory_tests import check, most_beside_the_plan, planned_and_seen, random_case, random_policies, train
 
-from outcore.planning.forward import dear
+from outcore.model import expensive_operations as dear
 
 KIB = 1024
 COLUMNS = ("plan", "policy, where activations rest", "planned", "prepared", "between steps", "in a step", "at most")

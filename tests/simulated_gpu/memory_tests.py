@@ -25,13 +25,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
 from outcore.api import prepare_for_test
+from outcore.model import expensive_operations as dear
+from outcore.model.partition import partition
 from outcore.optim.rules import rule_for
-from outcore.planning.forward import dear
-from outcore.planning.forward.activations import footprint_of
-from outcore.planning.forward.footprint import Footprint
-from outcore.planning.homes.reservations import tier_bytes
-from outcore.planning.units.partition import partition
+from outcore.planner.forward.footprint import Footprint
+from outcore.planner.forward.saved_bytes import footprint_of
 from outcore.spec.plan import POLICIES, TIERS
+from outcore.spec.reservations import tier_bytes
 
 pytestmark = pytest.mark.gpu
 NUM_PLANS = 8  # memory_of_plans.py tries more

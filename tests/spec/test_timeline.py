@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outcore.core.errors import ConfigError
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.timeline import COMPUTE, LANES, TRACE_BEGINNING, Span, Timeline
 
 STEP = Timeline(

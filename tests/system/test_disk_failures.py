@@ -21,7 +21,7 @@ from torch import nn
 
 import outcore
 from outcore.memory.disk_file import OsDiskIO
-from outcore.planning.homes.pools import LEAST, Comfort
+from outcore.planner.homes.pools import LEAST, Comfort
 from outcore.spec.plan import Plan
 
 WIDTH = 67

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import outcore
+from outcore.engine import attached
+from outcore.engine.values.access import States
 from outcore.memory.allocator import resident_bytes
-from outcore.runtime import attached
-from outcore.runtime.values.access import States
 
 
 class Block(nn.Module):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 import outcore
 import outcore.memory.disk_file as disk_file
-import outcore.runtime.updates.workers as workers
+import outcore.engine.updates.workers as workers
 
 sys.stdin.readline()  # until the test looks at this process
 torch.manual_seed(0)

@@ -35,7 +35,7 @@ def test_a_quarter_of_the_state_is_enough(tmp_path: Path) -> None:
     quarter = 18 * NUMEL // 4
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "text.txt").write_text("as a user would type it " * 100)
-    command = [sys.executable, "-c", "from outcore.cli.main import main; main()", "train"]
+    command = [sys.executable, "-c", "from outcore.command.main import main; main()", "train"]
     command += ["--model", "config.json", "--data", "text.txt", "--out", "run"]
     command += ["--steps", "2", "--batch-size", "1", "--seq-len", "32", "--save-every", "1", "--keep", "1"]
     command += ["--device-memory", f"{quarter // 3}", "--host-memory", f"{2 * quarter // 3}", "--disk", "."]

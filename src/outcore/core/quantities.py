@@ -12,6 +12,9 @@ from fractions import Fraction
 from outcore.core.errors import ConfigError
 
 PAGE_BYTES = 4096  # extents, host buffers and O_DIRECT transfers are its multiples: drives of 4 KiB sectors reject less
+SMALL_BYTES = 4096  # storages up to this size stay on the device
+# Allocators place storages at its multiples. Kernels are chosen by the alignment of arguments.
+ALIGN_BYTES = 512
 PARAM_ALIGN_BYTES = 256  # tensors begin at multiples of it, so that kernels find them aligned as in a plain model
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

@@ -13,7 +13,7 @@ from outcore.device.lanes import Handle, HostExecution, pause
 from outcore.device.race import RaceChecker
 from outcore.memory.host import HostMemory
 from outcore.memory.limits import host_bytes, host_free_bytes
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 
 @final

@@ -36,7 +36,7 @@ from outcore.device.interrupts import IN_BACKWARD
 from outcore.device.lanes import Handle, Operation, Pace, run_on_host
 from outcore.device.race import RaceChecker
 from outcore.device.recorder import Recorder
-from outcore.spec.lanes import COPY_LANES, Lane
+from outcore.spec.lane_names import COPY_LANES, Lane
 from outcore.spec.timeline import COMPUTE
 
 BACKEND = "nccl" if distributed.is_available() and distributed.is_nccl_available() else "gloo"

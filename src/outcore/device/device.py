@@ -38,7 +38,7 @@ from outcore.device.lanes import (
 from outcore.device.race import RaceChecker
 from outcore.device.recorder import Recorder
 from outcore.memory.arena import Buffer, Region
-from outcore.spec.lanes import RANK_LANES, Lane
+from outcore.spec.lane_names import RANK_LANES, Lane
 from outcore.spec.timeline import COMPUTE, HOST
 
 NOTHING: After = MappingProxyType({})

@@ -30,7 +30,7 @@ from outcore.device.lanes import (
     run_operation,
 )
 from outcore.device.threads import start_threads
-from outcore.spec.lanes import RANK_LANES, Lane
+from outcore.spec.lane_names import RANK_LANES, Lane
 
 COMPUTE = "compute"
 THROTTLED = tuple(lane.value for lane in Lane)

@@ -33,7 +33,7 @@ from outcore.device.lanes import (
     wait_for,
 )
 from outcore.device.threads import start_threads
-from outcore.spec.lanes import RANK_LANES, Lane
+from outcore.spec.lane_names import RANK_LANES, Lane
 
 STALL_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 20.0  # if an operation runs for longer while its lane closes, its thread is left and ``close`` raises

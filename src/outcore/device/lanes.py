@@ -19,7 +19,7 @@ from outcore.core.errors import LaneError, OutcoreError
 from outcore.device.interrupts import IN_BACKWARD
 from outcore.device.recorder import HostStopwatch, Recorder, Stopwatch
 from outcore.order import ledger
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 Clock = tuple[int, ...]
 SKIPPED = object()

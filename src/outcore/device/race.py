@@ -27,7 +27,7 @@ from typing import NamedTuple, final
 from outcore.core.errors import RaceError
 from outcore.device.lanes import Clock
 from outcore.memory.arena import Region
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.timeline import COMPUTE, HOST
 
 ACTORS = (HOST, COMPUTE, *(lane.value for lane in Lane))

@@ -17,12 +17,12 @@ import torch
 from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
+from outcore.checkpoint.find_checkpoints import newest_whole
+from outcore.checkpoint.small_state import read_small, write_small
+from outcore.checkpoint.training_state import has_states, step_of_states
 from outcore.core.errors import ConfigError
 from outcore.memory.files.checkpoint_folder import read_manifest, remove
-from outcore.saving.found import newest_whole
-from outcore.saving.small_state import read_small, write_small
-from outcore.saving.training_state import has_states, step_of_states
-from outcore.spec.checkpoint import MANIFEST_NAME
+from outcore.spec.manifest import MANIFEST_NAME
 
 RANDOM_STATE, _SCHEDULE = "rng_state", "scheduler"  # stems of files
 _PLAIN_RANDOM_STATE = "rng_state.pth"

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.model.unit_modules import output_embeddings
 from outcore.optim.joined import Joined
-from outcore.planning.units.blocks import output_embeddings
 
 _DEFAULTS = {"adjust_lr_fn": "match_rms_adamw"}
 """Default of Muon with which a learning rate for AdamW suits both."""

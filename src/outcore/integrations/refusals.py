@@ -16,7 +16,7 @@ from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.core.ranks import launched
 from outcore.integrations.optimizers import OPTIMIZERS, optimizer_for
-from outcore.planning.units.blocks import output_embeddings
+from outcore.model.unit_modules import output_embeddings
 from outcore.spec.budget import Budget
 
 if TYPE_CHECKING:

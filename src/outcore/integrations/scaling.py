@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outcore.runtime.optimizer import StreamedOptimizer
+from outcore.engine.optimizer import StreamedOptimizer
 
 
 def share_scale(scaler: torch.amp.GradScaler, num_ranks: int) -> None:

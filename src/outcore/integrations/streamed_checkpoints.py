@@ -20,7 +20,15 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
+from outcore.checkpoint.shared_checkpoint import all_random_states, restore_odd_buffers, restore_random_states_of
+from outcore.checkpoint.small_state import read_small, write_small
+from outcore.checkpoint.training_state import check_adapters, has_states, load_states, load_weights, save_states
+from outcore.checkpoint.weights.conversions import is_adapter_model
+from outcore.checkpoint.weights.export import rehearse_save, save_model
+from outcore.checkpoint.weights.small_files import Writers
 from outcore.core.errors import ConfigError, OutcoreError
+from outcore.engine.checkpoint_saves import Save
+from outcore.engine.module_guard import attachment_of, engine_of
 from outcore.integrations.checkpoints import (
     RANDOM_STATE,
     newest_to_resume,
@@ -28,19 +36,11 @@ from outcore.integrations.checkpoints import (
     save_schedule,
     saved_schedule,
 )
-from outcore.integrations.saves import TrainerSaves
+from outcore.integrations.trainer_saves import TrainerSaves
 from outcore.memory.files.locked_folder import held
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.ranks.agreement import agreed
 from outcore.ranks.world import World, num_ranks
-from outcore.runtime.module_guard import attachment_of, engine_of
-from outcore.runtime.saves import Save
-from outcore.saving.shared import all_random_states, restore_odd_buffers, restore_random_states_of
-from outcore.saving.small_state import read_small, write_small
-from outcore.saving.training_state import check_adapters, has_states, load_states, load_weights, save_states
-from outcore.saving.weights.conversions import is_adapter_model
-from outcore.saving.weights.export import rehearse_save, save_model
-from outcore.saving.weights.small_files import Writers
 
 _CALL = "checkpoint"
 

@@ -28,8 +28,11 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from outcore.api import close, prepare_in_loop
+from outcore.checkpoint.training_state import load_weights
+from outcore.checkpoint.weights.conversions import is_adapter_model
 from outcore.core.errors import ConfigError, OutcoreError
-from outcore.forecast import Loop, NamedHardware, token_batch
+from outcore.engine.module_guard import attachment_of
+from outcore.engine.optimizer import StreamedOptimizer
 from outcore.integrations.optimizers import optimizer_or_other
 from outcore.integrations.refusals import (
     refuse_accelerator,
@@ -43,14 +46,11 @@ from outcore.integrations.refusals import (
     warn_of_logits,
     warn_of_no_masters,
 )
-from outcore.integrations.saves import TrainerSaves
 from outcore.integrations.scaling import share_scale, step_with
 from outcore.integrations.streamed_checkpoints import StreamedCheckpoints
+from outcore.integrations.trainer_saves import TrainerSaves
 from outcore.integrations.versions import scores_in_tiles
-from outcore.runtime.module_guard import attachment_of
-from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.saving.training_state import load_weights
-from outcore.saving.weights.conversions import is_adapter_model
+from outcore.preparation.forecast import Loop, NamedHardware, token_batch
 from outcore.spec.budget import Budget
 from outcore.spec.model import MasterFormat, Precision
 from outcore.spec.plan import AwayTier, Plan

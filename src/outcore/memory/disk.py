@@ -22,10 +22,10 @@ from outcore.core.closing import Closing
 from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 from outcore.memory.arena import Region
+from outcore.memory.checksums import Segment, Sums
 from outcore.memory.disk_file import DiskFile, DiskIO, OsDiskIO, disk_error
 from outcore.memory.disk_pieces import Mover, Piece
 from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
-from outcore.memory.sums import Segment, Sums
 
 STRIPE_BYTES = 4 * 2**20
 DEFAULT_NUM_THREADS = 8

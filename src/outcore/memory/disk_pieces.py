@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import final
 
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
+from outcore.memory.checksums import SEGMENT_BYTES, Segment, Sums
 from outcore.memory.disk_file import DiskFile
-from outcore.memory.sums import SEGMENT_BYTES, Segment, Sums
 
 _NUM_LOCKS = 64  # segments that happen to share a lock wait for each other, which only costs time
 

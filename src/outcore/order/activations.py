@@ -27,7 +27,7 @@ from outcore.core.quantities import PAGE_BYTES
 from outcore.order.ledger import H, Home, Ledger, Span, Taken, newest
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 
 class Saved(Protocol):

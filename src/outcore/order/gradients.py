@@ -17,7 +17,7 @@ from outcore.order.ledger import After, Dependency, H, Ledger, Span, Taken
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools, SlotPool
 from outcore.order.supply import Supply
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.layout import sums_on_device
 
 

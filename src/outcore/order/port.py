@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from outcore.order.ledger import After, Dependency, Home, Ledger, OnLane, Slot, Span
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.schedule import Kind
 
 Answer = Callable[[], bool]

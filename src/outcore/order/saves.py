@@ -2,7 +2,7 @@
 
 [Note: saving beside training] Between two updates, for a whole forward and backward, a home does not change. So no
 second copy is needed: bytes go from their home to the file in blocks. Weights on the device may also be edited by the
-user. So they are copied behind everything that compute was given before, and ``runtime.weights`` prevents edits
+user. So they are copied behind everything that compute was given before, and ``engine.streamed_weights`` prevents edits
 meanwhile.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from outcore.order.ledger import H, Home, Ledger, Span
 from outcore.order.port import Deed, Port, Work
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 
 def save_homes(port: Port[H], homes: Sequence[tuple[Ledger[H], Home[H]]], spans: Sequence[Span], deed: Deed) -> None:

@@ -17,7 +17,7 @@ from outcore.core.errors import MemoryBudgetError
 from outcore.core.quantities import format_bytes
 from outcore.order.ledger import H, Home, Slot, Taken, newest
 from outcore.order.port import Port
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.plan import Plan, PoolKind, Tier
 
 

@@ -11,7 +11,7 @@ from typing import Generic
 from outcore.order.ledger import After, H, Home, Ledger, Span, Taken, newest
 from outcore.order.port import Answer, Port, Work
 from outcore.order.slots import Pools
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
 from outcore.order.supply import Supply
 from outcore.order.weights import WeightOrder
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.layout import SCRATCH_BYTES, staging
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan

@@ -19,7 +19,7 @@ from typing import Generic
 from outcore.order.ledger import After, Dependency, H, Ledger, Slot, Span, newest
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.schedule import Phase
 
 

@@ -20,12 +20,12 @@ from outcore.core.errors import ConfigError
 from outcore.device.device import Device
 from outcore.device.opening import device_name
 from outcore.memory.topology import Others
-from outcore.planning.forward.calls import calls_of
-from outcore.planning.forward.casts import Autocast
-from outcore.planning.timing.profile import UnitTimes, UnitWork, rates_for
-from outcore.planning.units.partition import Partition
-from outcore.probe.blocks import Speed, measure_blocks, measure_rest
-from outcore.probe.kept import Machine, versions
+from outcore.model.casts import Autocast
+from outcore.model.partition import Partition
+from outcore.planner.forward.calls import calls_of
+from outcore.planner.timing.profile import UnitTimes, UnitWork, rates_for
+from outcore.probe.block_times import Speed, measure_blocks, measure_rest
+from outcore.probe.measured_machines import Machine, versions
 from outcore.spec.hardware import Hardware
 from outcore.spec.text_file import Described
 from outcore.torch_private import pytree

@@ -12,13 +12,13 @@ import torch
 from outcore.core.quantities import PAGE_BYTES
 from outcore.device.device import Device
 from outcore.device.opening import reach_one_another
-from outcore.probe import work
+from outcore.probe import compute_rates as work
 from outcore.probe.loads import usual_speed
 from outcore.probe.measure import MIB, memory_of_host
 from outcore.probe.samples import Line, line, usual_s
 from outcore.ranks.world import World
 from outcore.spec.hardware import LinksPart, NetworkPart
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 _SIZES = (MIB, 32 * MIB)
 """Bytes that a rank has once all ranks have sent theirs."""

@@ -3,7 +3,7 @@
 [Note: what is shared] Links also run in pairs. Their remaining speeds tell how much each takes of what they share
 (``samples.parts``): host memory, and the cores that move bytes there. The two directions of the bus have a figure of
 their own, and so have reading and writing of the drive. Where the device is the CPU, compute runs beside each link,
-too, and what both keep of their speeds counts as it is (``planning.timing.fair``, [Note: cores]). Compute is a block
+too, and what both keep of their speeds counts as it is (``planner.timing.fair_shares``, [Note: cores]). Compute is a block
 there: it has many short kernels, and after each of them all threads wait for the one that gave way. A large product
 loses less.
 """
@@ -24,17 +24,17 @@ import torch
 
 from outcore.device.device import Device
 from outcore.device.opening import device_name
+from outcore.engine.updates.workers import UpdateWorkers
 from outcore.memory.disk import DiskStore
 from outcore.memory.host import HostMemory
 from outcore.memory.limits import disk_free_bytes, host_bytes, host_free_bytes
 from outcore.memory.topology import cache_bytes
-from outcore.probe import work
+from outcore.probe import compute_rates as work
 from outcore.probe.loads import Load, speeds, usual_speed
 from outcore.probe.samples import Line, line, parts
 from outcore.probe.visits import VisitTimes, visit_times
-from outcore.runtime.updates.workers import UpdateWorkers
 from outcore.spec.hardware import BusPart, DevicePart, DiskPart, Hardware, HostPart
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 from outcore.spec.timeline import COMPUTE
 
 MIB = 2**20

@@ -63,7 +63,7 @@ class SmallBlock(nn.Module):
     """Norm, attention with rotary positions, norm, gated products, as in a Llama."""
 
     kernels = 37
-    """Number of kernels in a forward, as ``planning.timing.counted`` counts them."""
+    """Number of kernels in a forward, as ``planner.timing.counted`` counts them."""
 
     def __init__(self, device: torch.device, width: int = 16, tokens: int = 4, heads: int = 2) -> None:
         super().__init__()

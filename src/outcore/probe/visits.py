@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from outcore.checkpoint.weights.first_values import FirstValues
 from outcore.device.device import Device
+from outcore.engine.engine import Engine, Promises
+from outcore.engine.optimizer import StreamedOptimizer
+from outcore.engine.unit.one_process import measuring
+from outcore.model.partition import partition
 from outcore.optim.rules import rule_for
-from outcore.planning.search.candidates import ALL_DEVICE, ALL_HOST, Choice, Kind
-from outcore.planning.units.partition import partition
+from outcore.planner.search.plan_space import ALL_DEVICE, ALL_HOST, Choice, Kind
 from outcore.probe.samples import usual_s
-from outcore.runtime.engine import Engine, Promises
-from outcore.runtime.optimizer import StreamedOptimizer
-from outcore.runtime.unit.one_process import measuring
-from outcore.saving.weights.first_values import FirstValues
 
 _UNITS, _WIDTH, _WARM_UP = 8, 16, 3
 _LEAST_S = 1e-9  # 0 would say that a figure is not known

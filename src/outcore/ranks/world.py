@@ -31,7 +31,7 @@ from outcore.core.ranks import TIMEOUT, OtherRankError, launched
 from outcore.device.device import Device
 from outcore.device.opening import backends
 from outcore.ranks.groups import Groups, Links, Notes, gather_single
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
 
 T = TypeVar("T")
 

@@ -157,9 +157,9 @@ class Hardware(Described):
     disk: DiskPart | None = None
     """None: no disk tier."""
     links: LinksPart | None = None
-    """Links between the devices; None: not known, see ``planning.timing.ranks``."""
+    """Links between the devices; None: not known, see ``planner.timing.rank_layout``."""
     network: NetworkPart | None = None
-    """Network between nodes of this kind; None: not known, see ``planning.timing.ranks``."""
+    """Network between nodes of this kind; None: not known, see ``planner.timing.rank_layout``."""
     version: int = HARDWARE_VERSION
 
     @property

@@ -6,7 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from outcore.spec.lanes import Lane
+from outcore.spec.lane_names import Lane
+from outcore.spec.model import ModelSpec
 from outcore.spec.timeline import COMPUTE, HOST
 
 
@@ -29,6 +30,18 @@ class Visit(NamedTuple):
     phase: Phase
     unit: int
     """Index in the plan's order."""
+
+
+def usual_visits(model: ModelSpec, micro_batches: int = 1) -> tuple[Visit, ...]:
+    """Return the visits to expect of an unknown loop: each forward uses every unit once, in module order.
+
+    Pieces of a batch are visits in a row. The root's visits stand between forward and backward, where its head and the
+    loss are.
+    """
+    units = [i for i in range(1, len(model.units)) for _ in range(model.micro_batches_in_unit)]
+    forward = (*(Visit(Phase.FORWARD, i) for i in units), Visit(Phase.FORWARD, ROOT))
+    backward = (Visit(Phase.BACKWARD, ROOT), *(Visit(Phase.BACKWARD, i) for i in reversed(units)))
+    return (forward + backward) * micro_batches
 
 
 Kind = Literal[

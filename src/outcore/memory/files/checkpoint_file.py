@@ -20,7 +20,7 @@ from outcore.core.quantities import PAGE_BYTES
 from outcore.memory.disk_file import disk_error
 from outcore.memory.files.staged_files import reserve, sync
 from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
-from outcore.spec.checkpoint import BLOCK_BYTES, Block
+from outcore.spec.manifest import BLOCK_BYTES, Block
 
 _NUM_THREADS = 4
 STALL_TIMEOUT_S = 600.0

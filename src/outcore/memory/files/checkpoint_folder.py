@@ -40,7 +40,7 @@ from outcore.memory.files.checkpoint_file import (
 )
 from outcore.memory.files.locked_folder import make_locked, taken_alone, taken_when_free, unlock
 from outcore.memory.files.staged_files import sync
-from outcore.spec.checkpoint import BLOCK_BYTES, MANIFEST_NAME, Block, Manifest
+from outcore.spec.manifest import BLOCK_BYTES, MANIFEST_NAME, Block, Manifest
 
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(partial|old)")
 _RENAME_EXCHANGE = 2  # linux/fs.h

@@ -1,0 +1,303 @@
+"""Weights and states as a Trainer's checkpoint holds them, written beside training.
+
+[Note: library files] Names, dtypes and shapes are those that ``save_pretrained`` and ``save_states`` write; only the
+order of tensors within a file differs. A file is written front to back, so it begins with buffers, which are written at
+once. Homes follow: larger items first, and among equal ones, those first that the next step updates first.
+Bytes that are the same in the file as in their home go there piece by piece. A tensor that is converted is in memory as
+a whole meanwhile.
+Several ranks have parts of states. So each writes files of units, as ``save_checkpoint`` does, and the manifest says
+where each part lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from outcore.checkpoint.begin_checkpoint import refuse_full
+from outcore.checkpoint.training_state import STATES, described_states, plain_settings, trained_params
+from outcore.checkpoint.unit_files import Section, is_state, records, sections, state_sections, write_units
+from outcore.checkpoint.weights.conversions import Group, saving_groups
+from outcore.checkpoint.weights.export import (
+    ADAPTER_FILE,
+    adapter_tensors,
+    adapter_values,
+    read_tensor,
+    save_beside_weights,
+    save_model,
+    saved_state,
+    saves_adapters,
+    without_bytes,
+)
+from outcore.core.quantities import align_up
+from outcore.engine.checkpoint_saves import Read, Save, Source, append_bytes
+from outcore.engine.engine import Engine
+from outcore.engine.optimizer import StreamedOptimizer
+from outcore.engine.unit.unit import Unit
+from outcore.engine.unit.views import flat, shaped, torch_dtype
+from outcore.engine.values.access import shown_states
+from outcore.engine.values.edits import let_masters_follow
+from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
+from outcore.memory.files.checkpoint_folder import write_new
+from outcore.memory.files.weights_layout import LaidOut, TensorSpec, nbytes_of, tensor_files
+from outcore.optim.compact import masters_of, open_masters
+from outcore.spec.layout import CODES, ROW_NUMEL
+from outcore.spec.model import ParamSpec, Part
+
+_NONE: Mapping[str, str] = {}
+_MASTERS_AT_A_TIME = 2**18
+_MASTERS_OF_ONE_THREAD = 2**14
+"""Masters opened in one call: so few that torch starts no threads of its own."""
+
+
+class _Param(NamedTuple):
+    """A weight or state, and where it lies."""
+
+    source: Source
+    spec: ParamSpec
+    dtype: torch.dtype
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """The value as a tensor. Args: data: Its bytes."""
+        return shaped(self.spec, data.view(self.dtype))
+
+
+class _Item(NamedTuple):
+    """Tensors of a file that are made together."""
+
+    specs: list[TensorSpec]
+    params: list[_Param]
+    """Weights or states that they are made from. Empty if buffers are among the sources."""
+    convert: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]] | None
+    """Makes the tensors. None: there is one tensor, with the same bytes in the file as in its home."""
+    read: Callable[[], Iterable[torch.Tensor]] | None = None
+    """Makes the tensors at once, if buffers are among the sources."""
+    fill: Callable[[Sequence[Read], int, int, torch.Tensor], None] | None = None
+    """Makes the bytes [start, stop) of the only tensor."""
+
+
+class _Layout(NamedTuple):
+    """Files to be written."""
+
+    items: list[_Item]
+    """Items in the order of their bytes."""
+    files: list[LaidOut]
+    index_file: tuple[str, bytes] | None
+    """Name and text of the index; None if there is one file."""
+
+
+class LibraryFiles:
+    """Weights and states of one checkpoint that is being written."""
+
+    def __init__(self, engine: Engine, unfinished: PartOfCheckpoint, save: Save) -> None:
+        """Take over the user's edits of parameters. Nothing is written yet."""
+        self._engine, self._unfinished, self._save = engine, unfinished, save
+        self.described: dict[str, Any] = {}
+        """Fields for the manifest, if states are in files of units."""
+        for unit in engine.units:
+            let_masters_follow(unit, engine.access)
+
+    def weights(self, small: Path) -> None:
+        """Have the files of ``save_pretrained`` written. Adapters that peft converts are read and written at once.
+
+        With several ranks, one rank calls this. Where weights are cut over ranks, they are read and written at once:
+        this rank calls ``save_model`` here, and the other ranks must call it, too.
+
+        Args:
+            small: A new folder, for the files that the library writes itself.
+
+        Raises:
+            OSError: The system reported an error.
+            ConfigError, UnsupportedError: As for ``save_pretrained``.
+        """
+        model = self._engine.model
+        if self._engine.has_cut_weights:
+            save_model(self._engine, small)
+            return
+        small.mkdir(exist_ok=True)
+        if saves_adapters(model):
+            self._adapters(small)
+            return
+        save_beside_weights(model, small)
+        state = saved_state(model)
+        groups = saving_groups(model, state)
+        self._submit(self._layout("model", [self._weights(group, state) for group in groups]))
+
+    def _adapters(self, small: Path) -> None:
+        adapters, layouts = adapter_tensors(self._engine.model), list[_Layout]()
+        for inside, found in (adapters or {}).items():
+            state = {name: place.tensor for name, place in found.items()}
+            items = [self._weights(Group(name, [("", name)]), state) for name in state]
+            layouts.append(self._layout(str(inside / Path(ADAPTER_FILE).stem), items))
+        if any(layout.index_file is not None for layout in layouts):  # peft reads one file
+            adapters, layouts = None, []
+        values = adapter_values(self._engine) if adapters is None else {}
+        save_beside_weights(self._engine.model, small, adapters, values)
+        for layout in layouts:
+            self._submit(layout)
+
+    def states(self, optimizer: StreamedOptimizer, *, step: int) -> None:
+        """Have the files of ``save_states`` written; with several ranks, this rank's files of units.
+
+        Raises:
+            OSError: The system reported an error.
+            UnsupportedError: As for ``save_states``.
+        """
+        if self._engine.access.world is not None:
+            tensors = (pair for unit in self._engine.units for pair in records(unit) if _is_needed(unit, pair[0]))
+            self.described = {"tensors": dict(tensors), **plain_settings(optimizer)}
+            write_units(self._engine, self._unfinished, self._save, _sections)
+            return
+        items = [item for _, (unit, i) in trained_params(optimizer) for item in self._states(unit, i)]
+        self._submit(self._layout(STATES, items, described_states(optimizer, step=step)))
+
+    def _weights(self, group: Group, state: Mapping[str, torch.Tensor]) -> _Item:
+        made = group.convert(lambda name: without_bytes(state[name]))
+        specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()]
+        names = [name for _, name in group.sources]
+        found = [self._engine.places.get(id(state[name])) for name in names]
+        params = [_weight(*place) for place in found if place is not None] if None not in found else []
+
+        def convert(values: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+            return group.convert(dict(zip(names, values, strict=True)).__getitem__).values()
+
+        def read() -> Iterable[torch.Tensor]:
+            return convert([read_tensor(self._engine, state[name]) for name in names])
+
+        is_plain = group.converter is None and all(param.spec.strides is None for param in params)
+        return _Item(specs, params, None if is_plain else convert, None if params else read)
+
+    def _states(self, unit: Unit, index: int) -> Iterator[_Item]:
+        for state, dtype in shown_states(unit, index):
+            spec = state.described(unit.spec.params[index], index)
+            param = _param(unit, unit.ledger.states, spec, state.parts[index], state.start)
+            specs = [(f"{unit.spec.params[index].name}.{state.name}", torch_dtype(dtype), spec.shape)]
+            if state.name == "master" and unit.views.is_compact[index]:
+                fill = partial(_fill_masters, spec.numel) if spec.strides is None else None
+                yield _Item(specs, _compact(unit, index, param), partial(_master, spec), fill=fill)
+            else:
+                yield _Item(specs, [param], None if spec.strides is None else list)
+
+    def _layout(self, stem: str, items: Sequence[_Item], metadata: Mapping[str, str] = _NONE) -> _Layout:
+        turns = {id(unit.ledger): turn for turn, unit in enumerate(self._engine.weights.units_to_update())}
+
+        def place(item: _Item) -> tuple[bool, int, int, int]:
+            first = item.params[0].source if item.params else None
+            turn = (0, 0) if first is None else (turns.get(id(first.unit), len(turns)), first.start)
+            return bool(item.params), -max((d.itemsize for _, d, _ in item.specs), default=0), *turn
+
+        ordered = sorted(items, key=place)
+        return _Layout(ordered, *tensor_files(stem, [spec for item in ordered for spec in item.specs], metadata))
+
+    def _submit(self, layout: _Layout) -> None:
+        items, laid_out, index = layout
+        refuse_full(self._unfinished, sum(file.nbytes for file in laid_out))  # files begun before are reserved
+        files: dict[str, CheckpointFile] = {}
+        for laid in laid_out:
+            file = self._unfinished.create(laid.name, laid.nbytes)
+            file.path.parent.mkdir(parents=True, exist_ok=True)
+            append_bytes(file, laid.header)
+            files |= dict.fromkeys(laid.tensors, file)
+        if index is not None:
+            write_new(self._unfinished.path / index[0], index[1])
+        for _, run in groupby(items, key=lambda item: _way(item, files)):
+            self._write(list(run), files)
+
+    def _write(self, run: list[_Item], files: Mapping[str, CheckpointFile]) -> None:
+        """Submit items. Args: run: One item, or several whose bytes go from one home to one file."""
+        item, saves = run[0], self._engine.opened.saves
+        params, convert = item.params, item.convert
+        if item.read is not None:
+            _append(item, item.read(), files)
+        elif convert is None:
+            source = params[0].source
+            spans = _joined(param.source for item in run for param in item.params)
+            if spans:
+                saves.home(source.unit, source.home, spans, self._save, files[item.specs[0][0]])
+        else:
+
+            def make(reads: Sequence[Read]) -> None:
+                if item.fill is not None:
+                    spec = item.specs[0]
+                    files[spec[0]].write(nbytes_of(spec), partial(item.fill, reads))
+                    return
+                values = [p.of(read(0, p.source.stop - p.source.start)) for p, read in zip(params, reads, strict=True)]
+                _append(item, convert(values), files)
+
+            saves.made([param.source for param in params], self._save, make)
+
+
+def _sections(unit: Unit) -> list[Section]:
+    """The states of a unit that a rank writes; with compact masters its weights, too, which their readers need."""
+    return sections(unit) if CODES in unit.ledger.state_specs else state_sections(unit)
+
+
+def _is_needed(unit: Unit, name: str) -> bool:
+    return is_state(name) or CODES in unit.ledger.state_specs
+
+
+def _weight(unit: Unit, index: int) -> _Param:
+    return _param(unit, unit.ledger.weights, unit.spec.params[index], unit.spec.weight_parts[index], 0)
+
+
+def _param(unit: Unit, home: Any, spec: ParamSpec, part: Part, start: int) -> _Param:
+    first = start + part.offset
+    return _Param(Source(unit.ledger, home, first, first + part.nbytes), spec, torch_dtype(part.dtype))
+
+
+def _compact(unit: Unit, index: int, lower: _Param) -> list[_Param]:
+    """The parts of a compact master, as they lie in memory: weight, lower halves and codes."""
+    codes = unit.ledger.state_specs[CODES]
+    row = codes.described(unit.spec.params[index], index)
+    return [_weight(unit, index), lower, _param(unit, unit.ledger.states, row, codes.parts[index], codes.start)]
+
+
+def _master(spec: ParamSpec, stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [shaped(spec, masters_of(*(flat(spec, each) if each.dtype != torch.uint8 else each for each in stored)))]
+
+
+def _fill_masters(numel: int, reads: Sequence[Read], start: int, stop: int, to: torch.Tensor) -> None:
+    """Write the bytes [start, stop) of ``numel`` fp32 masters to ``to``; whole rows are opened at a time."""
+    size, row = 4 * _MASTERS_AT_A_TIME, 4 * ROW_NUMEL
+    for begin in range(start // size * size, stop, size):
+        a, b = max(begin, start), min(begin + size, stop)
+        first, last = a // row * ROW_NUMEL, min(align_up(b, row) // 4, numel)
+        weights, lower = (read(2 * first, 2 * last) for read in reads[:2])
+        codes = reads[2](first // ROW_NUMEL, -(-last // ROW_NUMEL))
+        room = torch.empty(last - first, dtype=torch.float32, device="cpu")
+        for i in range(0, last - first, _MASTERS_OF_ONE_THREAD):
+            part = slice(i, i + _MASTERS_OF_ONE_THREAD)
+            rows = codes[i // ROW_NUMEL : (i + _MASTERS_OF_ONE_THREAD) // ROW_NUMEL]
+            open_masters(weights.view(torch.bfloat16)[part], lower.view(torch.int16)[part], rows, room[part])
+        to[a - start : b - start] = room.view(torch.uint8)[a - 4 * first : b - 4 * first]
+
+
+def _way(item: _Item, files: Mapping[str, CheckpointFile]) -> tuple[int, ...]:
+    """A key that is equal for items that can be written in one operation."""
+    if item.read is None and item.convert is None:
+        return id(item.params[0].source.home), id(files[item.specs[0][0]])
+    return (id(item),)
+
+
+def _joined(sources: Iterable[Source]) -> list[tuple[int, int]]:
+    """The bytes of some sources, joined into as few spans as possible."""
+    spans: list[tuple[int, int]] = []
+    for _, _, start, stop in sources:
+        if spans and spans[-1][1] == start:
+            spans[-1] = spans[-1][0], stop
+        elif start < stop:
+            spans.append((start, stop))
+    return spans
+
+
+def _append(item: _Item, values: Iterable[torch.Tensor], files: Mapping[str, CheckpointFile]) -> None:
+    for (name, dtype, shape), value in zip(item.specs, values, strict=True):
+        if (value.dtype, tuple(value.shape)) != (dtype, shape):
+            raise AssertionError(f"expected {dtype} {shape} for '{name}', but got {value.dtype} {tuple(value.shape)}")
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        append_bytes(files[name], data.numpy().data)

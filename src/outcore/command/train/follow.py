@@ -1,0 +1,62 @@
+"""Any rank of a run but rank 0: it trains along, and writes its part of checkpoints. Rank 0 does all else."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import outcore
+from outcore.command.train.command_ranks import Crew
+from outcore.command.train.loop.measured_saves import Saves, seconds_to_write
+from outcore.command.train.loop.preemption import Preemption
+from outcore.command.train.planned_run import Job
+from outcore.command.train.settings.run_settings import Settings
+
+
+class Todo(NamedTuple):
+    """What rank 0 tells the others to do when all is ready."""
+
+    checkpoint: Path | None = None
+    """The checkpoint to go on from; None: the run is new."""
+    trains: bool = True
+    evaluates: bool = False
+    """Whether the evaluation after the last step is to be made up for."""
+
+
+def follow_train(settings: Settings, crew: Crew) -> None:
+    """Train along with rank 0.
+
+    Raises:
+        SaidElsewhereError: Rank 0 failed.
+    """
+    crew.gather()
+    job = Job.told(settings, crew.hear())
+    if settings.dry_run:  # rank 0 has its data in a folder of its own, maybe on another machine, and only for a while
+        with tempfile.TemporaryDirectory() as cache:
+            job.trainer(job.load_data(Path(cache)), ()).end()
+        crew.hear()  # rank 0 has found that the model could be saved
+        return
+    data = crew.hear()
+    with preemption_of(job, settings.out) as preemption:
+        trainer = job.trainer(data, (preemption,))
+        try:
+            trainer.preemption = preemption
+            todo: Todo = crew.hear()
+            if todo.evaluates:
+                trainer.evaluate_again(todo.checkpoint)
+            if todo.trains:
+                trainer.train(resume_from_checkpoint=None if todo.checkpoint is None else str(todo.checkpoint))
+                crew.hear()  # rank 0 has made a folder for the model
+                outcore.save_pretrained(trainer.model, settings.out)
+        finally:
+            crew.has_begun = preemption.has_begun
+            trainer.end()
+
+
+def preemption_of(job: Job, out: Path) -> Preemption:
+    """Make the handler of signals to a run. Args: out: The folder that its checkpoints are written to."""
+    settings = job.settings
+    first_s = partial(seconds_to_write, out, job.checkpoint_bytes())
+    return Preemption(Saves(every_minutes=settings.save_every_minutes, first_s=first_s), settings.grace)

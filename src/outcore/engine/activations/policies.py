@@ -1,0 +1,344 @@
+"""What calls do with what autograd saves: one object per unit, and one per call. See [Note: keep what fits]."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from outcore.core.errors import UnsupportedError
+from outcore.device.device import Device
+from outcore.device.lanes import Handle
+from outcore.engine.activations.offloaded_call import Away, Sender
+from outcore.engine.activations.recompute_with_saved import Again
+from outcore.engine.activations.room import Between, Lease, Room
+from outcore.engine.activations.saved import (
+    GoneTensor,
+    by_place,
+    escaped,
+    gone_class,
+    hooks_on_saved,
+    storage_of,
+    without_values,
+)
+from outcore.engine.activations.saving import Dropped, Graph, KeptGraph, Saving, SavingBase, edges_of
+from outcore.engine.activations.selection import Selection
+from outcore.engine.unit.unit import Unit
+from outcore.model.wrapped import bytes_of
+from outcore.order.activations import ActivationOrder, SavedCall
+
+_MOST_KNOWN = 4096  # kinds of arguments that are remembered
+
+
+class Policy:
+    """What the calls of one unit do with what autograd saves. This policy keeps all on the device, uncounted."""
+
+    keeps_all = True
+    has_kinds = False
+    """Whether it tells calls apart by the kind of their arguments."""
+
+    def __init__(self, unit: Unit, device_kind: str, where: str) -> None:
+        """Args: where: For errors."""
+        self._unit, self._device_kind, self._where = unit, device_kind, where
+        self._trainable = unit.params[: unit.num_trainable]
+        self._kept = KeptGraph(unit, None, None, where)
+
+    def kind_of(self, args: Any, kwargs: Any) -> Hashable:
+        """Return the kind of a call's arguments: what the saved bytes depend on."""
+        return None
+
+    def _kind(self, args: Any, kwargs: Any) -> Hashable:
+        device = self._device_kind
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        flags = tuple([p.requires_grad for p in self._trainable])
+        return self._unit.module.training, autocast, flags, _signature(args), _signature(kwargs)
+
+    def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
+        """Decide what a call does.
+
+        Args:
+            kind: Kind of its arguments; None: all such calls must do the same.
+            tensors: Its arguments.
+        """
+        return self._kept
+
+    def lease(self, args: Any, kwargs: Any) -> Lease | None:
+        """Take room for a call. Returns None if its bytes are not known, or if there is no room."""
+        return None
+
+    def count(self, kind: Hashable) -> Count | None:
+        """Return a counter for a recompute, if it is not known yet what the call would have saved."""
+        return None
+
+    def learn(self, kind: Hashable, count: Count, made: Sequence[torch.Tensor]) -> None:
+        """Remember what calls of a kind save."""
+
+
+class Count:
+    """Counts what is saved while a block runs, each storage once, weights left out."""
+
+    nbytes = 0
+
+    def __init__(self, unit: Unit, where: str) -> None:
+        """Args: where: For errors."""
+        self._unit, self._where = unit, where
+
+    def hooks(self) -> Any:
+        """Return the hooks to run the block under, with its weights bound."""
+        self._counted = {0, *map(storage_of, self._unit.params)}
+        pack, unpack = by_place(self._unit, self._where)
+        return hooks_on_saved(self._unit, lambda tensor: pack(self._counting(tensor)), unpack)
+
+    def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
+        """Return indices of results that the graph needs unchanged."""
+        return [i for i, t in enumerate(made) if storage_of(t) in self._counted]
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Count a saved tensor. Returns the bytes that it adds."""
+        place = storage_of(tensor)
+        if place in self._counted:
+            return 0
+        self._counted.add(place)
+        nbytes = tensor.untyped_storage().nbytes()
+        self.nbytes += nbytes
+        return nbytes
+
+    def _counting(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.add(tensor)
+        return tensor
+
+
+class Trial(SavingBase, Count):
+    """Counts what is saved and keeps it, until there is no room; then nothing is kept."""
+
+    may_drop = True
+
+    def __init__(self, policy: WhatFits, kind: Hashable, unit: Unit, lease: Lease, where: str) -> None:
+        """Args: policy: It learns from the trial. lease: Empty at first; it grows with what is kept."""
+        super().__init__(unit, where)
+        self._policy, self._kind, self._lease, self.is_kept = policy, kind, lease, True
+        self._saved: list[_Saved] = []
+
+    def hooks(self) -> Any:
+        """See ``Saving``."""
+        super().hooks()
+        self._pack, self._unpack = by_place(self._unit, self._where)
+        return hooks_on_saved(self._unit, self._keep, self._give)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the graph was kept."""
+        return self.is_kept
+
+    def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
+        """End forward. From here on the graph owns what was kept."""
+        self._saved.clear()
+        if not self.is_kept:
+            return None
+        self._policy.learn(self._kind, self, made)
+        return inner, edges_of(made)
+
+    def _keep(self, tensor: torch.Tensor) -> _Saved:
+        if self.is_kept and not self._lease.grow(self.add(tensor)):
+            self.is_kept = False
+            self._lease.release()
+            for saved in self._saved:
+                saved.content = None
+        saved = _Saved(self._pack(tensor) if self.is_kept else None)
+        self._saved.append(saved)
+        return saved
+
+    def _give(self, saved: _Saved) -> torch.Tensor:
+        if saved.content is None:
+            raise UnsupportedError(escaped(self._where))
+        return self._unpack(saved.content)
+
+
+class _Saved:
+    """One saved tensor."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class WhatFits(Policy):
+    """Keeps what is saved where there is room, else recomputes. Remembers how much calls save."""
+
+    keeps_all = False
+
+    def __init__(self, unit: Unit, room: Room, device_kind: str, remember: Remember | None, where: str) -> None:
+        """Args: room: That of all units. remember: Saves for recomputes; None: autograd saves the arguments."""
+        super().__init__(unit, device_kind, where)
+        self._room, self._remember = room, remember
+        self.has_kinds = room.nbytes > 0 or remember is not None
+        self._known: dict[Hashable, tuple[int, Sequence[bool]]] = {}
+        """Bytes that calls of a kind save, and whether each result is among them."""
+        self._dropped = Dropped(where)
+
+    def kind_of(self, args: Any, kwargs: Any) -> Hashable:
+        """See ``Policy``."""
+        return self._kind(args, kwargs) if self._room.nbytes else True
+
+    def lease(self, args: Any, kwargs: Any) -> Lease | None:
+        """See ``Policy``."""
+        known = self._known.get(self.kind_of(args, kwargs)) if self.has_kinds else None
+        return None if known is None else self._room.lease(known[0])
+
+    def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
+        """See ``Policy``."""
+        if kind is None:
+            return self._dropped
+        known = self._known.get(kind)
+        if known is None:
+            self._room.expect(sum(map(bytes_of, tensors)))
+        if self._shares_casts() or self._room.free_bytes <= 0:
+            return self._drop(tensors)
+        if known is None:
+            return Trial(self, kind, self._unit, Lease(self._room), self._where)
+        lease = self._room.lease(known[0])
+        return self._drop(tensors) if lease is None else KeptGraph(self._unit, lease, known[1], self._where)
+
+    def _drop(self, tensors: Sequence[torch.Tensor]) -> Saving:
+        return self._dropped if self._remember is None else self._remember.begin(tensors) or self._dropped
+
+    def _shares_casts(self) -> bool:
+        """Whether a kept graph needs a cache of casts of its own, which would empty the whole model's cache."""
+        return torch.is_autocast_enabled(self._device_kind) and torch.is_autocast_cache_enabled()
+
+    def count(self, kind: Hashable) -> Count | None:
+        """See ``Policy``."""
+        return None if kind in self._known else Count(self._unit, self._where)
+
+    def learn(self, kind: Hashable, count: Count, made: Sequence[torch.Tensor]) -> None:
+        """See ``Policy``."""
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        watched = count.watched(made)
+        self._known[kind] = count.nbytes, [i in watched for i in range(len(made))]
+
+
+class _SentAway(SavingBase):
+    """One call whose activations leave the device, if they fit."""
+
+    may_drop = True
+
+    def __init__(self, away: Away, learn: Callable[[], None], gone: type[GoneTensor]) -> None:
+        """Args: learn: Called if they would never fit. gone: Class of arguments whose memory has left."""
+        self._away, self._learn, self._gone = away, learn, gone
+        self._call: SavedCall[Handle] | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        return self._away.fits
+
+    @property
+    def is_needed(self) -> bool:
+        return self._away.fits
+
+    def hooks(self) -> Any:
+        return self._away.hooks()
+
+    def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
+        if not self._away.fits:
+            if self._away.say_too_large():
+                self._learn()
+            return None
+        self._call = self._away.end_forward(owner)
+        without_values(inner, self._gone)
+        return inner, edges_of(made)
+
+    def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
+        return self._away.among(made)
+
+    def returned(
+        self, watched: list[tuple[torch.Tensor, int]], results: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, int]]:
+        self._away.watch(self._call, watched)
+        return []
+
+    def begin_backward(self) -> None:
+        self._away.begin_backward(self._call)
+
+    def end_backward(self, *, is_over: bool) -> None:
+        self._away.end_backward(self._call, is_over=is_over)
+
+
+class Remember:
+    """What recomputed calls save, on the device or off it."""
+
+    def __init__(self, sender: Sender | None, where: str, *, selects: bool) -> None:
+        """Args: sender: None: all stays on the device. selects: Whether results that are dear to compute are saved."""
+        self._sender, self._selects, self._where = sender, selects, where
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> Saving | None:
+        """Begin a call. Returns None if the unit's home is full. Args: tensors: Arguments of the call."""
+        away = None
+        if self._sender is not None:
+            away = self._sender.begin(tensors)
+            if away is None:
+                return None
+        return Again(tensors, Selection(self._where) if self._selects else None, away, self._where)
+
+
+class SendAway(Policy):
+    """Sends what is saved off the device. A call that does not fit its home is recomputed.
+
+    Once that is known of arguments of given shapes, calls with such arguments send the arguments alone, if they fit.
+    """
+
+    keeps_all, has_kinds = False, True
+
+    def __init__(self, unit: Unit, device_kind: str, sender: Sender, where: str) -> None:
+        """Args: sender: The unit's sender."""
+        super().__init__(unit, device_kind, where)
+        self._sender, self._dropped = sender, Dropped(where)
+        self._remember = Remember(sender, where, selects=False)
+        self._too_large, self._gone = set[Hashable](), gone_class(where)
+
+    def kind_of(self, args: Any, kwargs: Any) -> Hashable:
+        """Return one kind for all calls, as long as all fit."""
+        return self._kind(args, kwargs) if self._too_large else True
+
+    def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
+        """See ``Policy``."""
+        if kind is None:
+            return self._dropped
+        if kind in self._too_large and kind is not True:
+            return self._remember.begin(tensors) or self._dropped
+        away = self._sender.begin(tensors)
+        if away is None:
+            return self._dropped
+        return _SentAway(away, functools.partial(self._learn, kind), self._gone)
+
+    def _learn(self, kind: Hashable) -> None:
+        if len(self._too_large) >= _MOST_KNOWN:
+            self._too_large.clear()
+        self._too_large.add(kind)
+
+
+def policy_of(
+    unit: Unit, room: Room, order: ActivationOrder[Handle], between: Between, device: Device, where: str
+) -> Policy:
+    """Return the policy that the plan gives to a unit."""
+    sender = None if unit.plan.activations == "device" else Sender(unit, order, between, device, where)
+    kind = device.torch_device.type
+    if unit.plan.policy == "keep":
+        return Policy(unit, kind, where) if sender is None else SendAway(unit, kind, sender, where)
+    selects = unit.plan.policy == "select"
+    remember = Remember(sender, where, selects=selects) if selects or sender is not None else None
+    return WhatFits(unit, room, kind, remember, where)
+
+
+def _signature(value: Any) -> Any:
+    """Return the form of arguments: shapes of tensors, not their values."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    if isinstance(value, tuple | list):
+        return tuple([_signature(part) for part in value])
+    if isinstance(value, dict):
+        return tuple([(name, _signature(part)) for name, part in value.items()])
+    return value if isinstance(value, bool | int | str | None) else type(value)

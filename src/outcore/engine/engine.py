@@ -1,0 +1,275 @@
+"""The engine of one prepared model: opens everything, wires it to the module, and runs a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.core.errors import OutcoreError, UnsupportedError
+from outcore.device.device import Device
+from outcore.engine.activations.room import Between, Room
+from outcore.engine.attached import Attached
+from outcore.engine.gradients.homes import GradientHomes
+from outcore.engine.gradients.passes import Gradients
+from outcore.engine.gradients.ranked import RankedGradients, RankedHomes
+from outcore.engine.module.call import Services
+from outcore.engine.module.compiling import Compiling
+from outcore.engine.opened import Opened
+from outcore.engine.recompute.checks import Doubts
+from outcore.engine.streamed_weights import Weights
+from outcore.engine.unit.one_process import refuse_process_group
+from outcore.engine.unit.recovery import Recovery
+from outcore.engine.unit.unit import Beneath, Unit
+from outcore.engine.updates.early_updates import EarlyUpdates
+from outcore.engine.updates.numbers import Numbers
+from outcore.engine.updates.plain import PlainUpdates
+from outcore.engine.updates.streamed import Stepper, StreamedUpdates
+from outcore.engine.updates.unit_update import Settings
+from outcore.engine.values.access import Access, States
+from outcore.engine.values.fill import Values
+from outcore.model.partition import Partition
+from outcore.optim.rules import UpdateRule
+from outcore.optim.sums import RunAll, run_here
+from outcore.ranks.world import World
+from outcore.spec.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promises:
+    """What the user promised about the loop; breaking a promise raises."""
+
+    accumulation_steps: int | None = None
+    clipping: bool = True
+
+
+class Engine:
+    """Everything behind one prepared model. Owns device, memory, files and threads until ``close``."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        plan: Plan,
+        device: Device,
+        paths: Sequence[Path],
+        rule: UpdateRule | None,
+        promises: Promises,
+        world: World | None = None,
+    ) -> None:
+        """Allocate memory and start threads. ``attach`` then moves the model in.
+
+        Args:
+            partition: The model in units.
+            plan: Checked against the partition.
+            device: Taken over: closed with the engine, also if this raises.
+            paths: Folders of the disk tier.
+            rule: None without an optimizer.
+            promises: See ``Promises``.
+            world: The ranks that train the model together; taken over. None: there is only one rank.
+        """
+        self.model, self.device = partition.modules[0], device
+        self.is_closed = False
+        self.opened = Opened(partition.spec, plan, device, paths, world, has_updates=rule is not None)
+        order, workers = self.opened.order, self.opened.workers
+        with self.opened.closed_on_error():
+            self.units = self._units_of(partition)
+        self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
+        self.places |= {id(weight.param): self.places[id(weight.named[0][1])] for weight in partition.quantized}
+        self._recovery = recovery = Recovery(device)
+        self.weights = Weights(self.units, order.weights, recovery, partition.spec, plan, has_steps=rule is not None)
+        self.gradients = self._gradients_of(promises, run_here if workers is None else workers.run_all, world)
+        self.access = Access(self.opened.tiers, order.pools, device, self.weights, world)
+        self.states = States(self.places, self.access, has_optimizer=rule is not None)
+        self.settings = Settings(rule, self.states.spec)
+        self._stepper: Stepper = self._streamed_updates()
+        self._services = Services(
+            self.weights,
+            self.gradients,
+            device,
+            Doubts(device),
+            self.access,
+            Room(0),
+            order.activations,
+            Between(),
+            Compiling(options=False),
+        )
+        self.attached = Attached(self)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train the model together."""
+        return 1 if self.access.world is None else self.access.world.size
+
+    @property
+    def has_cut_weights(self) -> bool:
+        """Whether reading weights needs the other ranks."""
+        return any(unit.ledger.cut.is_cut for unit in self.units)
+
+    def _units_of(self, partition: Partition) -> list[Unit]:
+        ledgers = self.opened.order.ledgers
+        owners = [_Absence(self) for _ in ledgers]
+        everything = zip(ledgers, partition.modules, partition.params, owners, strict=True)
+        units = [Unit(ledger, module, list(params), owner) for ledger, module, params, owner in everything]
+        for owner, unit in zip(owners, units, strict=True):
+            owner.unit = unit
+        return units
+
+    def _gradients_of(self, promises: Promises, run_all: RunAll, world: World | None) -> Gradients:
+        opened, device = self.opened, self.device
+        homes = (opened.tiers, opened.order.pools, device, run_all)
+        loop = (promises.accumulation_steps, self._recovery)
+        order, clipping = opened.order.gradients, promises.clipping
+        if world is None:
+            return Gradients(self.units, order, device, GradientHomes(*homes), *loop, clipping=clipping)
+        resting = RankedHomes(*homes, world=world)
+        return RankedGradients(self.units, order, device, resting, *loop, clipping=clipping, world=world)
+
+    def _streamed_updates(self) -> StreamedUpdates:
+        opened, order = self.opened, self.opened.order.updates
+        numbers = Numbers(self.access)
+        early = EarlyUpdates(order, self.access, opened.workers, self.settings.now, numbers)
+        self.gradients.on_last = early.attempt
+        self._recovery.parts += [early.reset, opened.order.activations.reset, opened.order.pools.reclaim]
+        return StreamedUpdates(self.units, self.gradients, self.weights, order, early, self.access, opened.workers)
+
+    def attach(self, values: Callable[[Unit], Values], compiling: Compiling | None = None) -> None:
+        """Move the model in and take over forward and backward.
+
+        Args:
+            values: Gives the first values of a unit's parameters; called in module order.
+            compiling: Compiles the blocks; None: they run as they are.
+        """
+        plan = self.opened.plan
+        if compiling is not None:
+            self._services = self._services._replace(compiling=compiling)
+        with self.opened.closed_on_error():
+            self.attached.move_in(values)
+            if plan.kept_bytes:
+                room = Room(plan.kept_bytes + plan.workspace_bytes, self.device.meter())
+                self._services = self._services._replace(room=room)
+            if plan.plain:
+                self._stepper = plain = PlainUpdates(self.units, self.device, Numbers(self.access))
+                self._services = self._services._replace(sink=plain)
+                self.attached.watch_results(plain)
+            self.attached.take_calls(self._services)
+
+    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Submit the update of every parameter that has a gradient, and return. See [Note: forward window].
+
+        Args:
+            groups: Param groups; settings are read now.
+        """
+        self.refuse_if_closed()
+        refuse_process_group("optimizer.step", self.num_ranks)
+        self.device.check()
+        self._services.doubts.settle()
+        hypers = self.settings.of(groups)
+        self._refuse_while_gathered()
+        self.attached.guard.refuse_if_changed()
+        if self.access.world is not None:
+            self.access.world.begin_step()
+        with self.weights.saved.all_lent() if self.weights.saving else nullcontext():
+            steps = self._stepper.steps_of(hypers, self.attached.guard.refuse_if_adapted)  # before anything is done
+            with self._refusing_what_follows():
+                self._stepper.take(steps)
+        self._services.room.end_step()
+        self.attached.held_back.give_back_if_due()
+
+    @contextmanager
+    def _refusing_what_follows(self) -> Iterator[None]:
+        """Refuse further use if a step is cut short: some units are updated, some not, and slots are not given back."""
+        try:
+            yield
+        except BaseException as error:
+            self.weights.refusal = OutcoreError(
+                "expected whole optimizer steps, but the last one was cut short, with some units updated and some not, "
+                f"by {type(error).__name__}: {error}; close the model, and go on from what was saved before"
+            )
+            raise
+
+    def _refuse_while_gathered(self) -> None:
+        unit = next((u for u in self.units if u.presence.now is Beneath.GATHERED), None)
+        if unit is not None:
+            raise UnsupportedError(
+                f"expected optimizer.step() outside of outcore.gathered(), but unit '{unit.label}' is gathered; leave "
+                "the block first"
+            )
+
+    def refuse_if_closed(self) -> None:
+        """Raise if the model was closed, or can only be closed. Else clear up behind what was cut short."""
+        if self.weights.refusal is not None and not self.is_closed:
+            raise self.weights.refusal
+        if self.is_closed:
+            raise OutcoreError(
+                "expected a prepared model, but it was closed; prepare it again, or load what was saved before close()"
+            )
+        self._recovery.look()
+
+    def notice_what_was_cut_short(self) -> None:
+        """Mark gradients that an exception has left incomplete."""
+        self._recovery.notice()
+
+    def close(self) -> None:
+        """Let running work end; give back memory, files and threads, and the module its own forward. Idempotent.
+
+        Queued operations are dropped, and updates stop after the blocks that they have begun, except for what other
+        ranks wait for. If a Ctrl-C ends the waiting, everything is given back all the same.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        with ExitStack() as rest:  # each is called even if an interrupt ends the one before
+            rest.callback(self._forget)
+            rest.callback(self.opened.close)
+            rest.callback(self.opened.saves.finish)
+            self.attached.undo()
+
+    def _forget(self) -> None:
+        for unit in self.units:
+            unit.forget()
+        self.weights.forget()
+        self.opened.order.activations.let_go()
+        self.opened.order.pools.let_go()
+        self._stepper.forget()
+        self.access.forget()
+
+
+class _Absence:
+    """Answers for the absent parameters of one unit."""
+
+    unit: Unit
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train the model together."""
+        engine = self._engine()
+        return 1 if engine is None else engine.num_ranks
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """Return the fully qualified name."""
+        names = (s.name for p, s in zip(self.unit.params, self.unit.spec.params, strict=True) if p is param)
+        return next(names, "?")
+
+    def make_present(self) -> bool:
+        """Make parameters that live on the device present: they need only wait for their update. False for others."""
+        engine = self._engine()
+        if engine is None or engine.is_closed or not self.unit.ledger.cut.is_resident:
+            return False
+        engine.weights.present_on_demand(self.unit)
+        return True
+
+    def absence(self) -> str:
+        """Say where the bytes are."""
+        engine = self._engine()
+        if engine is None or engine.is_closed:
+            return "gone: the model that outcore prepared was closed"
+        places = {"device": "cut over the ranks", "host": "in host memory", "disk": "in the disk tier"}
+        return f"{places[self.unit.plan.weights]} between calls of its unit"

@@ -1,0 +1,431 @@
+"""One call of a unit: bind its weights and run the block; in backward run it again, or walk the graph that was kept.
+
+[Note: the inner graph] The block runs on detached inputs, in the caller's grad mode, and builds a graph of its own.
+In the outer graph of the model ``UnitFunction`` stands for the whole block: inputs and foreign leaves go in, outputs
+come out. Under ``recompute`` saved tensors are dropped as soon as autograd saves them. (Running under no_grad instead
+would pick other attention kernels and give another loss.) Under ``keep`` they stay. Weights are then saved as their
+place in the unit, since the slot will hold another unit in backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from outcore.core.errors import OutcoreError, UnsupportedError
+from outcore.device.device import Device
+from outcore.device.lanes import Handle
+from outcore.engine.activations.policies import Policy, policy_of
+from outcore.engine.activations.room import Between, Room
+from outcore.engine.activations.saved import as_saved, escaped, slot_of, storage_of, version_of
+from outcore.engine.activations.saving import Graph, edges_of
+from outcore.engine.module.argument_hooks import hand_on_hooks, refuse_backward
+from outcore.engine.module.compiling import Compiling
+from outcore.engine.module.graphs import (
+    Anchor,
+    Call,
+    Trained,
+    UnitFunction,
+    UseByUse,
+    find_leaves,
+    gradients,
+    guarded_leaf,
+    nodes_of,
+    refuse_transforms,
+    spare_functions,
+    spare_hooks,
+    taken,
+    without_hooks,
+)
+from outcore.engine.module.side_outputs import active_recording, emptied, hand_over, recording_apart
+from outcore.engine.recompute.autocast import AutocastCacheOff
+from outcore.engine.recompute.caches import refuse_filled_caches
+from outcore.engine.recompute.checks import Doubts, Repeats, summary_of
+from outcore.engine.recompute.structure import Structure, sharing_memory, take_apart
+from outcore.engine.streamed_weights import Bound, Weights, make_way
+from outcore.engine.unit.absent import called_inside
+from outcore.engine.unit.unit import Unit
+from outcore.engine.values.access import Access
+from outcore.engine.values.edits import OwnEdits
+from outcore.model.equal_calls import is_cache
+from outcore.order.activations import ActivationOrder
+from outcore.spec.schedule import Phase
+from outcore.torch_private import (
+    as_it_is,
+    is_executed,
+    is_packing,
+    keeps_graph,
+    order_of,
+    pytree,
+    without_torch_function,
+)
+
+
+class GradientSink(Protocol):
+    """Where the parameter gradients of a backward go."""
+
+    takes_gradients: bool
+    """Whether the sink takes them in an ordinary backward. If not, autograd gets all of them."""
+
+    def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
+        """Take gradients of trainable parameters, by index."""
+
+    def begin(self, unit: Unit) -> None:
+        """Note that the backward of a unit begins."""
+
+    def break_off(self) -> None:
+        """Note that a backward ends in an exception."""
+
+
+class Services(NamedTuple):
+    """What the calls of all units share."""
+
+    weights: Weights
+    sink: GradientSink
+    device: Device
+    doubts: Doubts
+    access: Access
+    room: Room
+    activations: ActivationOrder[Handle]
+    between: Between
+    compiling: Compiling
+
+
+class UnitCall:
+    """Stands in for ``module.forward`` of a unit."""
+
+    _why_once = "double backward through streamed weights is not supported"
+
+    def __init__(self, unit: Unit, services: Services) -> None:
+        self.unit = unit
+        self._weights, self._sink, self._device, doubts, access, room, activations, between, compiling = services
+        self._is_closed, self._where = False, f"unit '{unit.label}'"
+        functools.update_wrapper(self, unit.module.forward)
+        self._forward = compiling.forward_of(unit.module)
+        self._casts = compiling.casts_of(unit.params, self._device.torch_device)
+        self._anchor, self._trained = Anchor(), Trained(unit)
+        self._edits = OwnEdits(unit, access)
+        self._repeats = Repeats(unit.modules, self._device, doubts, self._where)
+        self._policy: Policy = policy_of(unit, room, activations, between, self._device, self._where)
+        self._between = between
+        self._activations = activations if activations.homes_are_used else None
+
+    def close(self) -> None:
+        """Make backward refuse all graphs made so far."""
+        self._is_closed = True
+
+    @as_it_is
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        if not torch.is_grad_enabled():
+            return self._run_plain(args, kwargs, Phase.INFERENCE)
+        arguments = args, tuple(kwargs), tuple(kwargs.values())
+        has_caches = any(is_cache(value) for value in (*args, *arguments[2]))
+        tensors, structure = take_apart(arguments, self._where)
+        needs_graph = self._trained.is_any or any(t.requires_grad for t in tensors)
+        if has_caches and (needs_graph or self._weights.has_steps):
+            refuse_filled_caches(arguments, self._where)
+            # Frozen units get caches of their own, too: entries that they append would reach the units behind them.
+            args, _, values = structure.fill(tensors)
+            kwargs = dict(zip(kwargs, values, strict=True))
+        if not needs_graph:
+            self._trained.flags()
+            return self._run_plain(args, kwargs, Phase.FORWARD)
+        refuse_transforms(self._where)
+        if self._device.interrupts is not None:
+            self._device.interrupts.listen(self._device)
+        if self._activations is not None:
+            make_way(self._activations, self.unit, self._weights)
+        # A checkpoint around the unit repeats the call and expects it to save the same: such a call has no kind.
+        kind = self._policy.kind_of(args, kwargs) if self._policy.has_kinds and not is_packing() else None
+        kept = as_saved(tensors)
+        call, inner, outputs, out_structure = self._run_forward(tensors, kept, structure, kind)
+        if self._activations is not None:
+            self._between.add(tensors)
+        if call.outputs:
+            given = [t for t, uses in zip(tensors, call.uses, strict=True) for _ in range(uses)]
+            saved = kept if call.needs_arguments or is_packing() else []
+            # Parameters are inputs too: for torch.autograd.grad, backward(inputs=...) and their own gradient hooks.
+            inputs = (self._anchor.leaf, *given, *call.foreign, *self._trained.params)
+            taken(given)
+            retained = [t.retains_grad for t in call.outputs]
+            made = UnitFunction.apply(self, call, saved, *inputs)
+            for tensor in itertools.compress(made, retained):
+                tensor.retain_grad()
+            results = iter(made)
+        outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
+        result, added = out_structure.fill(
+            [outer.get(id(t), t) if t.grad_fn is None else next(results) for t in outputs]
+        )
+        hand_over(added)
+        return result
+
+    def _bound(self, phase: Phase) -> AbstractContextManager[None]:
+        return Bound(self.unit, phase, self._weights, self._device.recorder)
+
+    def _run_plain(self, args: Any, kwargs: Any, phase: Phase) -> Any:
+        with self._bound(phase), AutocastCacheOff():
+            self._edits.begin()
+            result = self._forward(*args, **kwargs)
+            tensors, _ = take_apart(result, self._where, are_results=True)
+            self._refuse_weights_outside(tensors)
+            edits = self._edits.end()
+        self._edits.write_home(edits)
+        if torch.is_grad_enabled():
+            if any(t.requires_grad for t in tensors):
+                raise UnsupportedError(
+                    f"{self._where} is frozen and no argument needs a gradient, "
+                    "but its result does: a tensor with gradient reached it by closure; pass it as an argument"
+                )
+        elif not self.unit.ledger.cut.is_resident:
+            made = [t for t in tensors if t.grad_fn is not None]
+            if made:
+                refuse_backward(made, pytree.tree_leaves((args, kwargs)), self._where)
+        return result
+
+    def _run_forward(
+        self, tensors: list[torch.Tensor], kept: list[torch.Tensor], structure: Structure, kind: Hashable
+    ) -> tuple[Call, list[torch.Tensor], list[torch.Tensor], Structure]:
+        """Run the block first; ``kept`` is for a recompute. Returns the call, inner inputs, results and their nest."""
+        if self._weights.begin_call(self.unit) and self._weights.calls[-1][1] is Phase.FORWARD:
+            raise UnsupportedError(called_inside(self._where))
+        wants_grad = [t.requires_grad for t in tensors]
+        inner = [_leaf_of(t, self._where) if w else t for t, w in zip(tensors, wants_grad, strict=True)]
+        versions = [version_of(t) for t in tensors]
+        saving = self._policy.begin(kind, kept)
+        state = self._repeats.begin(structure.objects) if saving.may_drop else None
+        is_checked = state is not None and self._repeats.is_checked(state, tensors, wants_grad)
+        start = order_of(self._anchor.leaf.view_as(self._anchor.leaf).grad_fn)
+        with self._bound(Phase.FORWARD):
+            flags, recording = self._trained.flags(), active_recording()
+            self._edits.begin()
+            modes = saving.hooks(), self._casts.cache(is_kept=saving.is_kept)
+            outputs, out_structure = self._run(structure, inner, modes, recording)
+            for leaf, tensor in zip(inner, tensors, strict=True):
+                if leaf is not tensor and leaf._backward_hooks:
+                    hand_on_hooks(leaf, tensor, slot_of(self.unit), self._where)
+            self._refuse_weights_outside(outputs)
+            edits, slot = self._edits.end(), slot_of(self.unit) if saving.is_kept else range(0)
+        self._edits.write_home(edits)
+        state = None if saving.is_kept else state
+        if state is not None:
+            state.drop_unchanged()
+        if [version_of(t) for t in tensors] != versions:
+            raise UnsupportedError(
+                f"{self._where} changed one of its arguments in place, which recompute would do twice; copy it first"
+            )
+        made = [t for t in outputs if t.grad_fn is not None]
+        foreign, used = find_leaves(made, inner, self.unit.params, start, slot, self._where)
+        version = self._weights_version(is_recomputed=state is not None)
+        call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, version, state)
+        call.recording, call.flags, call.uses = emptied(recording), flags, [used.get(id(t), 0) for t in inner]
+        call.foreign_versions = [version_of(t) for t in foreign]
+        call.watched = sharing_memory(made, tensors)
+        call.graph = saving.end(inner, made, call)
+        call.saving = saving if saving.is_needed else None
+        if call.graph is None:
+            call.edited, call.kind = self._edits.suspects, None if saving.is_needed else kind
+            call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
+        else:
+            call.watched = sorted({*call.watched, *saving.watched(made)})
+            self._casts.learn(made)
+        return call, inner, outputs, out_structure
+
+    def _run(
+        self,
+        structure: Structure,
+        tensors: Sequence[torch.Tensor],
+        modes: Sequence[AbstractContextManager[Any]],
+        recording: Mapping[str, Any] | None,
+    ) -> tuple[list[torch.Tensor], Structure]:
+        """Run the block on inner tensors. Returns its results and what was recorded beside them, taken apart."""
+        nest = structure.fill(tensors)
+        args, names, values = nest
+        try:
+            saving, caching = modes
+            with torch.enable_grad(), saving, caching, recording_apart(recording) as added:
+                result = self._forward(*args, **dict(zip(names, values, strict=True)))
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise UnsupportedError(
+                    f"{self._where} changes one of its arguments in place, which cannot be recomputed; copy it first"
+                ) from error
+            if "saved tensor hooks" in str(error):
+                raise UnsupportedError(
+                    f"{self._where} takes gradients by torch.func, which torch cannot do if saved tensors are packed "
+                    "or dropped; give this unit the policy keep in the plan, with weights and activations on the device"
+                ) from error
+            raise
+        if not structure.still_holds(nest, tensors, self._where):
+            raise UnsupportedError(
+                f"{self._where} changed a list, dict or dataclass that it got as an argument, which recompute would "
+                "do twice; return what it adds"
+            )
+        return take_apart((result, added), self._where, are_results=True)
+
+    def _refuse_weights_outside(self, outputs: Sequence[torch.Tensor]) -> None:
+        buffer = None if self.unit.ledger.cut.is_resident else self.unit.device_buffer()
+        if buffer is None:
+            return
+        base = buffer.bytes.untyped_storage().data_ptr()
+        for tensor in outputs:
+            if storage_of(tensor) == base:
+                raise UnsupportedError(
+                    f"{self._where} returns one of its weights (shape {tuple(tensor.shape)}), "
+                    "whose memory will hold another unit soon; return a clone"
+                )
+
+    def backward(
+        self, ctx: Any, call: Call, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Return gradients of inputs, foreign leaves and parameters, in the order of ``UnitFunction``'s inputs.
+
+        In an ordinary backward the gradients of parameters go to the sink instead.
+        """
+        self._refuse_stale(call)
+        if self._device.interrupts is not None:
+            self._device.interrupts.look()
+        is_kept = keeps_graph()
+        params = self._trained.params
+        is_ordinary = is_executed(self._anchor.node)
+        wanted = [
+            flag and (is_ordinary or _is_wanted(node))
+            for flag, (node, _) in zip(call.flags, ctx.next_functions[-len(params) :] if params else (), strict=False)
+        ]
+        if is_ordinary:
+            self._sink.begin(self.unit)
+        with self._bound(Phase.BACKWARD):
+            with self._trained.as_in_forward(call.flags):
+                saving = call.saving
+                if saving is not None:
+                    saving.begin_backward()
+                inner, outputs = self._graph(call, saved, is_ordinary=is_ordinary)
+                if not is_kept:
+                    call.release()
+                outer = [*(t for t, uses in zip(inner, call.uses, strict=True) if uses), *call.foreign]
+                sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
+                pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
+                leaves = [*params, *call.foreign]
+                by_use = UseByUse(call.uses, ctx.next_functions[1:])  # without the anchor's edge
+                handles = by_use.listen(outer, outputs) if by_use.heard else ()
+                all_found = without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=is_kept), handles)
+            self._device.receive(itertools.chain(all_found, *by_use.heard.values()))
+            found = iter(all_found)
+            given = [next(found) for _ in outer]
+            made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
+            grads_of = self.unit.gradient_form.native(made)
+            spare_hooks(params, grads_of)
+            if any([g is None for g in given]):  # `in` would compare every tensor
+                spare_functions(node for g, (node, _) in zip(given, by_use.edges, strict=False) if g is None)
+            # Autograd itself takes the gradients in a backward for chosen inputs, and those of parameters with hooks,
+            # which must see the sum of all calls. Gradients of parameters that were frozen since forward are dropped.
+            is_ours = is_ordinary and self._sink.takes_gradients
+            outside = {i: g for i, g in grads_of.items() if not is_ours or params[i]._backward_hooks}
+            if is_ours:
+                inside = {i: g for i, g in grads_of.items() if i not in outside and params[i].requires_grad}
+                self._sink.deposit(self.unit, inside)
+            if saving is not None:
+                saving.end_backward(is_over=not is_kept)
+        return [*by_use.spread(given), *[outside.get(i) for i in range(len(params))]]
+
+    def break_off(self) -> None:
+        """Note that a backward ended in an exception. Autograd may report it long after the program has gone on."""
+        self._sink.break_off()
+
+    def _refuse_always(self) -> None:
+        if self._is_closed:
+            raise OutcoreError(
+                f"{self._where}: expected a prepared model in backward, but it was closed; call backward() before "
+                "close()"
+            )
+        if torch.is_grad_enabled():
+            raise UnsupportedError(f"{self._where}: expected a backward without create_graph=True; {self._why_once}")
+
+    def _refuse_stale(self, call: Call) -> None:
+        self._refuse_always()
+        if call.weights_version != self._weights_version(is_recomputed=call.state is not None):
+            raise UnsupportedError(
+                f"{self._where}: expected the weights of its forward, but they have changed since (optimizer.step(), "
+                "load_state_dict, gathered(write=True), an edit in place); run forward again"
+            )
+        call.refuse_changes(self._where)
+
+    def _weights_version(self, *, is_recomputed: bool) -> tuple[int, ...]:
+        unit = self.unit
+        if unit.ledger.cut.is_resident:
+            return (unit.weights_version + sum([p._version for p in unit.params]),)
+        # A kept graph has saved gathered weights, or their place, which it does not find in the block.
+        return (unit.weights_version, *(unit.presence.edits() if is_recomputed else ()))
+
+    def _graph(self, call: Call, saved: Sequence[torch.Tensor], *, is_ordinary: bool) -> Graph:
+        """Return inner inputs and outputs: the kept ones, or those of a recompute."""
+        if call.state is None:
+            if call.graph is None:
+                why = "expected one backward through this graph, but it is the second"
+                raise UnsupportedError(f"{self._where}: {why}; pass retain_graph=True to the first")
+            _refuse_escaped(*call.graph, self._where, is_ordinary=is_ordinary)
+            return call.graph
+        count = None if call.kind is None else self._policy.count(call.kind)
+        saving = nullcontext() if count is None else count.hooks()
+        if call.saving is not None:
+            saving, saved = call.saving.again(saving), call.saving.arguments(saved)
+        inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
+        with call.state.restored(), self._edits.undone(call.edited):
+            modes = saving, self._casts.cache_again(was_on=call.state.caches_casts)
+            outputs, structure = self._run(call.inputs, inner, modes, call.recording)
+        for leaf, tensor in zip(inner, saved, strict=True):
+            if leaf is not tensor:  # hooks that forward's run of the block has handed on
+                leaf._backward_hooks = None
+        made = [t for t in outputs if t.grad_fn is not None]
+        if [t.shape for t in made] != call.shapes:
+            raise UnsupportedError(
+                f"{self._where}: recompute gave results of shapes {[tuple(t.shape) for t in made]}, but forward gave "
+                f"{[tuple(shape) for shape in call.shapes]}; the block depends on something besides its arguments, "
+                "random numbers and buffers: move that into a buffer, or give this unit the policy keep in the plan"
+            )
+        if call.summary is not None:
+            edited = [self.unit.spec.params[i].name for i in call.edited]
+            self._repeats.compare(call.summary, summary_of(outputs, structure), edited)
+        if count is not None:
+            self._policy.learn(call.kind, count, made)
+        return inner, edges_of(made)
+
+
+def _leaf_of(argument: torch.Tensor, where: str) -> torch.Tensor:
+    """Return a leaf that stands for an argument in forward. To retain its gradient is to retain the argument's."""
+    leaf: Any = guarded_leaf(argument, where)
+    if not argument.is_leaf:
+        leaf.retain_grad = functools.partial(_retain, weakref.ref(argument))
+    return leaf
+
+
+def _retain(reference: weakref.ref[torch.Tensor]) -> None:
+    if (argument := reference()) is not None:
+        argument.retain_grad()
+
+
+def _is_wanted(node: Any) -> bool:
+    """Whether a backward for chosen inputs needs the gradient that flows into a leaf's node."""
+    try:
+        return is_executed(node)
+    except RuntimeError:  # raised by torch if torch.autograd.grad captures this very leaf
+        return True
+
+
+def _refuse_escaped(inner: Sequence[torch.Tensor], outputs: Sequence[Any], where: str, *, is_ordinary: bool) -> None:
+    """Raise if the backward that runs now also enters a kept graph by a tensor that the block stored elsewhere.
+
+    Else autograd would say only that the graph, which is freed here, is walked a second time.
+    """
+    leaves = [t for t in inner if t.requires_grad and t.layout is torch.strided] if is_ordinary else []
+    with without_torch_function():  # arguments may be gone
+        ends = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+    # Where no such argument needs a gradient, or others are asked for, any node may tell.
+    if any(map(_is_wanted, ends or [node for node, _ in nodes_of(outputs)])):
+        raise UnsupportedError(escaped(where))

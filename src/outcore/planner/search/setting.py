@@ -1,0 +1,71 @@
+"""All that a plan depends on: a model, a machine, budgets and a batch. Any of them can be changed to ask again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from outcore.planner.homes.activation_policies import Away
+from outcore.planner.search.job import Job
+from outcore.planner.timing.profile import Profile, rates_for
+from outcore.planner.timing.rank_layout import ALONE, Ranks
+from outcore.spec.budget import Limits
+from outcore.spec.hardware import Hardware
+from outcore.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The inputs of a plan."""
+
+    model: ModelSpec
+    hardware: Hardware
+    """The hardware of a node."""
+    limits: Limits
+    """The limits of a rank."""
+    profile_of: Callable[[int], Profile]
+    """Sequences of a micro-batch -> what it computes and saves."""
+    batch_size: int
+    """Sequences of a micro-batch."""
+    seq_len: int
+    activation_share: float
+    """The fraction of the device to leave to activations of unknown size; 0 if its budget does not include them."""
+    micro_batches: int = 1
+    clipping: bool = True
+    keeps_what_fits: bool = True
+    """See ``Job``."""
+    ways: tuple[Away | None, ...] = (None,)
+    """What may become of activations: see ``Job``."""
+    ranks: Ranks = ALONE
+    """The ranks that train together. Batch size and micro-batches are per rank."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step of all ranks."""
+        return self.batch_size * self.seq_len * self.micro_batches * self.ranks.size
+
+    @property
+    def profile(self) -> Profile:
+        """The profile of a micro-batch."""
+        return self.profile_of(self.batch_size)
+
+    def job(self) -> Job:
+        """Return the job for a search."""
+        profile = self.profile
+        return Job(
+            model=self.model,
+            limits=self.limits,
+            rates=rates_for(self.hardware, self.model, profile.work, ranks=self.ranks),
+            micro_batches=self.micro_batches,
+            is_promised=not self.clipping,
+            clipping=self.clipping,
+            activation_share=self.activation_share,
+            footprint=profile.footprint,
+            keeps_what_fits=self.keeps_what_fits,
+            may_be_plain=True,
+            ways=self.ways,
+        )
+
+    def with_limits(self, **limits: int) -> Setting:
+        """Return the setting with other limits."""
+        return replace(self, limits=replace(self.limits, **limits))

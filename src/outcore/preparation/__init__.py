@@ -1,0 +1,1 @@
+"""What ``prepare`` does before a run: arguments, ranks, forecast, choice of a plan."""
