@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "outcore"
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if not path.is_symlink())
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-CODE = sorted(path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+CODE = sorted(
+    path for folder in ("src", "tests", "research", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+)
 
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, README_LINES, PUBLIC_NAMES = 450, 70, 300, 150, 17
 ATTRIBUTES = 15  # of an object: more are several ideas

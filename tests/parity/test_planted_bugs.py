@@ -72,7 +72,7 @@ read from disk have lost their slot to a later call, whose own write follows the
 Each operation that writes states at home follows their readers in any case: it is on the reader's lane (an update on
 the host after an early one), or it writes results of what was read (states that pass through the device, or a slot).
 Only a user who writes states has to wait; see the last test. Only a save reads second homes; see
-``tests/saving/test_checkpoint_parity.py``."""
+``tests/checkpoint/test_checkpoint_parity.py``."""
 
 UNDECLARED = {"clip factor copied", "clip factor made"}
 """Waits for memory unknown to the race checker. Accelerators have them; results on the simulated GPU show why."""

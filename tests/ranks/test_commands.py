@@ -13,7 +13,7 @@ from pathlib import Path
 import nursery
 import pytest
 import torch
-from cli.conftest import CONFIG, replaced
+from command.conftest import CONFIG, replaced
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
