@@ -46,7 +46,7 @@ from outcore.core.errors import OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.model.partition import partition
-from outcore.planner.bound.bound import Bound, bound_of
+from outcore.planner.bound.bound import StepBound, bound_of
 from outcore.planner.homes.table import plan_table
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import Simulation
@@ -169,7 +169,7 @@ def rates_line(machine: Machine) -> str:
     return ", ".join([*found, *(f"{name} {rate / 1e9:.3g}e9" for name, rate in machine.parameters_per_s.items())])
 
 
-def parts_of(bound: Bound) -> dict[str, dict[str, float]]:
+def parts_of(bound: StepBound) -> dict[str, dict[str, float]]:
     """Seconds that the bound consists of, and seconds of every resource in a step."""
     parts = {"bound": bound.parts, "total": bound.total_s}
     return {name: {r: float(f"{s:.4g}") for r, s in seconds.items() if s} for name, seconds in parts.items()}

@@ -49,7 +49,7 @@ from outcore.device.opening import open_device
 from outcore.model.partition import partition
 from outcore.planner.homes.check import with_room
 from outcore.planner.paper.paper_schedule import Circumstances
-from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, Choice, Kind
+from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, PlanSpace, UnitHomes
 from outcore.planner.timing.profile import rates_for
 from outcore.planner.timing.simulate import simulate
 from outcore.preparation.plan_choice import Options, Timed
@@ -61,7 +61,7 @@ from outcore.spec.hardware import Hardware
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import usual_visits
 
-HOMES: Mapping[str, Kind] = {"device": ALL_DEVICE, "host": ALL_HOST, "disk": ALL_DISK}
+HOMES: Mapping[str, UnitHomes] = {"device": ALL_DEVICE, "host": ALL_HOST, "disk": ALL_DISK}
 PLENTY = Limits(device_bytes=2**40, host_bytes=2**40, disk_bytes=2**40)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WARM_UP = 2
@@ -188,7 +188,7 @@ def one_model(
 ) -> dict[str, Any]:
     """Predict the steps of a model, and run it."""
     cut = partition(model, state_names=STATES, precision=args.precision)
-    choice = Choice(cut.spec, policy=policy, accumulation_steps=None, may_be_early=False)
+    choice = PlanSpace(cut.spec, policy=policy, accumulation_steps=None, may_be_early=False)
     plan = choice.plan(choice.uniform(HOMES[home], ROOMY))
     plan = with_room(cut.spec, plan, PLENTY, clipping=True) if home == "device" else plan
     ids = torch.randint(0, 1000, (args.batch_size, length)).to(args.device)

@@ -30,7 +30,7 @@ from measuring import context, spread
 
 from outcore.core.quantities import parse_bytes
 from outcore.memory import disk
-from outcore.memory.checksums import Segment, Sums
+from outcore.memory.checksums import Checksums, Segment
 from outcore.memory.disk_file import OsDiskIO
 from outcore.memory.host import HostMemory
 
@@ -43,7 +43,7 @@ class NoSums:
     """The same segments, without any sums."""
 
     def __init__(self) -> None:
-        self.real = Sums()
+        self.real = Checksums()
         self.cover, self.segment = self.real.cover, self.real.segment
 
     def note(self, start: int, memory: memoryview) -> None:
@@ -59,13 +59,13 @@ class TimedSums(NoSums):
     spent_s: ClassVar[list[float]] = []
 
     def note(self, start: int, memory: memoryview) -> None:
-        """See ``Sums``."""
+        """See ``Checksums``."""
         start_s = time.thread_time()
         self.real.note(start, memory)
         self.spent_s.append(time.thread_time() - start_s)
 
     def wrong(self, start: int, memory: memoryview) -> Segment | None:
-        """See ``Sums``."""
+        """See ``Checksums``."""
         start_s = time.thread_time()
         found = self.real.wrong(start, memory)
         self.spent_s.append(time.thread_time() - start_s)
@@ -114,7 +114,7 @@ def rates(args: argparse.Namespace) -> dict[str, object]:
     nbytes = parse_bytes(args.nbytes, what="--nbytes")
     with HostMemory.open(nbytes) as memory, HostMemory.open(disk.STRIPE_BYTES) as other:
         memory.tensor.random_(generator=torch.Generator().manual_seed(0))
-        known = Sums()
+        known = Checksums()
         known.cover(0, nbytes)
         size = min(nbytes, disk.STRIPE_BYTES)
         pieces = [memory.tensor[at : at + size] for at in range(0, nbytes, size)]

@@ -19,11 +19,11 @@ from outcore.command.plan.answer import Answer, answer_for, machine_for
 from outcore.command.plan.known_models import known_models
 from outcore.command.plan.question import Question
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planner.homes.activation_policies import Away
+from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.placement import place
-from outcore.planner.search.evaluations import Looks
+from outcore.planner.search.evaluations import Evaluations
 from outcore.planner.search.job import Job
-from outcore.planner.search.plan_space import ALL_DISK, ALL_HOST, ROOMY, TIGHT, Choice, Kind
+from outcore.planner.search.plan_space import ALL_DISK, ALL_HOST, ROOMY, TIGHT, PlanSpace, UnitHomes
 from outcore.spec.plan import Plan
 from outcore.spec.reservations import tier_bytes
 
@@ -85,9 +85,9 @@ def _filled(job: Job) -> Plan:
     return place(job.model, job.limits, accumulation_steps=steps, activations=job.within(job.ways[0]).activations)
 
 
-def _all(kind: Kind) -> Callable[[Job], Plan]:
+def _all(kind: UnitHomes) -> Callable[[Job], Plan]:
     def plan(job: Job) -> Plan:
-        choice = Choice(job.model, policy=job.policy, accumulation_steps=None, may_be_early=False)
+        choice = PlanSpace(job.model, policy=job.policy, accumulation_steps=None, may_be_early=False)
         for comfort in (ROOMY, TIGHT):
             found = choice.plan(choice.uniform(kind, comfort))
             taken, room = tier_bytes(job.model, found), job.within(job.ways[0]).room
@@ -104,7 +104,7 @@ class Fixed:
 
     name: str
     plan: Callable[[Job], Plan]
-    away: Away | None = None
+    away: ActivationPolicy | None = None
     keeps: bool = True
     """Whether activations are kept where there is room, although the policy would recompute them."""
 
@@ -113,10 +113,10 @@ FIXED = (
     Fixed("filled tier by tier", _filled),
     Fixed("all in host memory", _all(ALL_HOST)),
     Fixed("all on disk", _all(ALL_DISK)),
-    Fixed("keep", _filled, Away("device", "keep")),
+    Fixed("keep", _filled, ActivationPolicy("device", "keep")),
     Fixed("recompute", _filled, keeps=False),
-    Fixed("ZeRO-Infinity", _all(ALL_DISK), Away("host", "recompute"), keeps=False),
-    Fixed("SSDTrain", _filled, Away("disk", "keep"), keeps=False),
+    Fixed("ZeRO-Infinity", _all(ALL_DISK), ActivationPolicy("host", "recompute"), keeps=False),
+    Fixed("SSDTrain", _filled, ActivationPolicy("disk", "keep"), keeps=False),
 )
 
 
@@ -127,7 +127,7 @@ def step_s(answer: Answer, fixed: Fixed) -> float | None:
         plan = fixed.plan(job)
     except PlanInfeasibleError:
         return None
-    return Looks(job if fixed.keeps else replace(job, keeps_what_fits=False)).simulation(plan, job.ways[0]).step_s
+    return Evaluations(job if fixed.keeps else replace(job, keeps_what_fits=False)).simulation(plan, job.ways[0]).step_s
 
 
 def main() -> None:

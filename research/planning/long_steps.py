@@ -20,12 +20,12 @@ from dataclasses import replace
 
 from outcore.command.plan.answer import answer_for, machine_for
 from outcore.command.plan.known_models import known_models
-from outcore.planner.homes.activation_policies import Away, sendings
-from outcore.planner.search.evaluations import Looks
+from outcore.planner.homes.activation_policies import ActivationPolicy, sendings
+from outcore.planner.search.evaluations import Evaluations
 from outcore.planner.search.plan_space import Candidate
 from outcore.planner.search.search import search
 from outcore.planner.search.setting import Setting
-from outcore.planner.search.start_plans import Fillings
+from outcore.planner.search.start_plans import StartPlans
 
 from .fixed_policies import EXPERTS, HUGE, LARGE, MIDDLE, SERVER, SMALL, Asked
 
@@ -49,12 +49,14 @@ def settings(names: Iterable[str], micro_batches: Iterable[int]) -> Iterator[tup
         footprint = one.profile.footprint
         assert footprint is not None
         ways = [sending.away for tier in ("host", "disk") for sending in sendings(tier, footprint)]
-        one = replace(one, ways=(None, Away("device", "select"), *ways))
+        one = replace(one, ways=(None, ActivationPolicy("device", "select"), *ways))
         for number in micro_batches:
             yield [name, "yes" if clipping else "no", number], replace(one, micro_batches=number)
 
 
-def candidates(looks: Looks, fillings: Fillings, ways: Sequence[Away | None]) -> Iterator[Candidate]:
+def candidates(
+    looks: Evaluations, fillings: StartPlans, ways: Sequence[ActivationPolicy | None]
+) -> Iterator[Candidate]:
     """Some fillings, and random candidates."""
     filled = [each for way in ways[:6] for each in list(fillings.of(way))[:40:6]]
     yield from filter(looks.fits, filled[:6])
@@ -75,8 +77,8 @@ def near() -> None:
     show(["---"] * 7)
     for cells, setting in settings(DRAWN, (6, 9)):
         job = setting.job()
-        looks = Looks(job)
-        plans = list(candidates(looks, Fillings(job, looks), job.ways))
+        looks = Evaluations(job)
+        plans = list(candidates(looks, StartPlans(job, looks), job.ways))
         ratios = [looks.seconds(c) / looks.cost_s(looks.plan(c), c.saves) for c in plans]
         exact = sum(abs(ratio - 1) <= 1e-3 for ratio in ratios)
         show([*cells, len(ratios), f"{min(ratios):.4f}", f"{max(ratios):.4f}", exact])

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from outcore.command.plan.answer import answer_for, machine_for
 from outcore.command.plan.known_models import known_models
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planner.homes.activation_policies import Away
+from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.search.job import Job
 from outcore.planner.search.search import search
 from outcore.spec.plan import POLICIES
@@ -25,7 +25,12 @@ from .near_best import random_job
 
 FACTORS = (1.0, 1.03, 1.1, 1.3, 2.0)
 TIERS = ("device_bytes", "host_bytes", "disk_bytes")
-WAYS = (None, Away("device", "select"), *(Away("host", p) for p in POLICIES), *(Away("disk", p) for p in POLICIES))
+WAYS = (
+    None,
+    ActivationPolicy("device", "select"),
+    *(ActivationPolicy("host", p) for p in POLICIES),
+    *(ActivationPolicy("disk", p) for p in POLICIES),
+)
 
 
 def losses(job: Job) -> Iterator[tuple[str, Sequence[float | None]]]:

@@ -30,12 +30,12 @@ from planner.models import even_footprint, layered
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.planner.bound.bound import bound_of, busiest_s
-from outcore.planner.homes.activation_policies import Away
+from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.placement import place
 from outcore.planner.homes.pools import Comfort
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.search.job import Job
-from outcore.planner.search.plan_space import KINDS, ROOMY, TIGHT, Candidate, Choice, Kind
+from outcore.planner.search.plan_space import KINDS, ROOMY, TIGHT, Candidate, PlanSpace, UnitHomes
 from outcore.planner.search.search import search
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import simulate
@@ -79,8 +79,12 @@ def with_activations(job: Job, chance: random.Random) -> Job:
     names = [unit.name for unit in job.model.units[1:]]
     given, kept = (align_up(int(chance.uniform(*s) * 18 * MIB), PAGE_BYTES) for s in ((0.02, 0.1), (0.1, 0.8)))
     footprint = even_footprint(names, given=given, selected=align_up(kept // 3, PAGE_BYTES), kept=kept)
-    chosen: list[Away | None] = [None, Away("device", "select"), *(Away("host", p) for p in POLICIES)]
-    chosen += [Away("disk", policy) for policy in POLICIES] if job.limits.disk_bytes else []
+    chosen: list[ActivationPolicy | None] = [
+        None,
+        ActivationPolicy("device", "select"),
+        *(ActivationPolicy("host", p) for p in POLICIES),
+    ]
+    chosen += [ActivationPolicy("disk", policy) for policy in POLICIES] if job.limits.disk_bytes else []
     again_s = {name: 0.4 * s for name, s in job.rates.forward_s.items()}
     return dataclasses.replace(
         job,
@@ -92,7 +96,7 @@ def with_activations(job: Job, chance: random.Random) -> Job:
     )
 
 
-def arrangements(count: int, most_whole: int, chance: random.Random) -> Iterator[tuple[Kind, ...]]:
+def arrangements(count: int, most_whole: int, chance: random.Random) -> Iterator[tuple[UnitHomes, ...]]:
     """Homes of all units but the root. Args: most_whole: Largest number of units that get all arrangements."""
     if count <= most_whole:
         yield from itertools.product(KINDS, repeat=count)
@@ -122,7 +126,7 @@ def candidates(job: Job, chance: random.Random) -> Iterator[Candidate]:
             yield Candidate((root, *kinds), comfort, share, some, saves=away)
 
 
-def step_s(job: Job, plan: Plan, away: Away | None = None) -> float:
+def step_s(job: Job, plan: Plan, away: ActivationPolicy | None = None) -> float:
     """Seconds of a step, simulated with a longer warm-up than the search uses."""
     visits, run = usual_visits(job.model, job.micro_batches), job.as_run(plan, away)
     return simulate(job.model, run, job.rates, visits, Circumstances(clips=job.clipping), warm_up=6).step_s
@@ -131,7 +135,7 @@ def step_s(job: Job, plan: Plan, away: Away | None = None) -> float:
 def best_s(job: Job, enough_s: float, chance: random.Random) -> tuple[float, Candidate | None]:
     """Return the shortest step below ``enough_s`` and its plan."""
     steps = job.micro_batches if job.is_promised else None
-    choice = Choice(job.model, policy=job.policy, accumulation_steps=steps, may_be_early=job.is_promised)
+    choice = PlanSpace(job.model, policy=job.policy, accumulation_steps=steps, may_be_early=job.is_promised)
     visits, clips = usual_visits(job.model, job.micro_batches), Circumstances(clips=job.clipping)
     best: tuple[float, Candidate | None] = (enough_s, None)
     for candidate in candidates(job, chance):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from outcore.planner.paper.paper_schedule import Circumstances
-from outcore.planner.search.plan_space import ALL_HOST, Candidate, Choice, Comfort, Kind
+from outcore.planner.search.plan_space import ALL_HOST, Candidate, Comfort, PlanSpace, UnitHomes
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import simulate
 from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec
@@ -22,7 +22,7 @@ from outcore.spec.schedule import usual_visits
 
 GB, GIGA, TERA = 1e9, 1e9, 1e12
 ROOMY = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
-STATES_ON_DISK = Kind("host", "host", "disk")
+STATES_ON_DISK = UnitHomes("host", "host", "disk")
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def model_of(params: float, layers: int) -> ModelSpec:
     return ModelSpec(units=tuple(units), state_names=("exp_avg", "exp_avg_sq"), precision="bf16")
 
 
-def step_s(model: ModelSpec, rates: Rates, kind: Kind, *, share: float = 0.0, early: float = 0.0) -> float:
+def step_s(model: ModelSpec, rates: Rates, kind: UnitHomes, *, share: float = 0.0, early: float = 0.0) -> float:
     """Seconds of a step of a plan with equal homes for all units."""
-    choice = Choice(model, policy="keep", accumulation_steps=1 if early else None, may_be_early=early > 0)
+    choice = PlanSpace(model, policy="keep", accumulation_steps=1 if early else None, may_be_early=early > 0)
     plan = choice.plan(Candidate((kind,) * len(model.units), ROOMY, share, early))
     circumstances = Circumstances(clips=not early, overtaken=frozenset())  # these systems make all early updates
     return simulate(model, plan, rates, usual_visits(model), circumstances, warm_up=4).step_s
@@ -114,7 +114,7 @@ def deep_optimizer_states() -> Iterator[Row]:
 
 def _rank(params: float, compute_s: float, speeds: dict[str, float], update: float, share: float) -> float:
     model = model_of(params / 4, 40)
-    return step_s(model, rates_of(model, compute_s, speeds, update), Kind("device", "host", "host"), share=share)
+    return step_s(model, rates_of(model, compute_s, speeds, update), UnitHomes("device", "host", "host"), share=share)
 
 
 def _on_h100() -> Iterator[Row]:

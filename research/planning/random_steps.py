@@ -28,7 +28,7 @@ from outcore.planner.paper.paper_schedule import Circumstances, consecutive
 from outcore.planner.search.orders import climb, num_tried
 from outcore.planner.search.plan_space import moved
 from outcore.planner.timing.player import Task, play
-from outcore.planner.timing.rates import LINKS, Pace, Rates, Shared, Way
+from outcore.planner.timing.rates import LINKS, OperationTimes, Rates, Shared, Way
 from outcore.planner.timing.simulate import tasks_of
 from outcore.spec.cut import shared
 from outcore.spec.model import ModelSpec, Sharing, UnitSpec
@@ -207,7 +207,7 @@ def last_units(units: Sequence[UnitPlan], number: int) -> tuple[str, ...]:
 def laid_out(step: Step, steps: int) -> tuple[list[Task], list[int]]:
     """Return the tasks of some steps, and the last compute task of each."""
     found = consecutive(step.model, step.plan, step.visits, nothing_held(step.plan), step.circumstances)
-    pace = Pace(step.model, step.plan, step.rates, clips=step.circumstances.clips)
+    pace = OperationTimes(step.model, step.plan, step.rates, clips=step.circumstances.clips)
     laid = tasks_of([row.operations for row in itertools.islice(found, steps)], pace, step.rates)
     return laid.tasks, laid.ends
 

@@ -95,8 +95,8 @@ def test_no_wait_can_be_dropped_unnoticed(label: str, case: Case, tmp_path: Path
 def test_an_early_update_that_is_given_up_has_waited_for_nobody(case: Case, tmp_path: Path, monkeypatch: Any):
     """The update that follows writes where a save of two steps before may still read."""
     steps: list[int] = []
-    monkeypatch.setattr(early._Attempt, "settle", lambda attempt: attempt.is_due())
-    monkeypatch.setattr(early._Attempt, "is_due", lambda attempt: vars(attempt).setdefault("due", len(steps) != 2))
+    monkeypatch.setattr(early._EarlyAttempt, "settle", lambda attempt: attempt.is_due())
+    monkeypatch.setattr(early._EarlyAttempt, "is_due", lambda attempt: vars(attempt).setdefault("due", len(steps) != 2))
     setting = Setting(clipping="off", steps=5)
     case = Case("llama", case.kind, setting, promised=True, early=True)
     got = _saving(case, tmp_path, RaceChecker(), [0], steps)

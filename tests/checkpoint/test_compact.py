@@ -14,7 +14,7 @@ from outcore.checkpoint import library_files
 from outcore.checkpoint.export_checkpoint import export_checkpoint
 from outcore.checkpoint.training_state import load_states, save_states
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.engine.checkpoint_saves import Saves
+from outcore.engine.checkpoint_saves import EngineSaves
 from outcore.memory.files import checkpoint_file
 from outcore.spec.layout import CODES
 
@@ -116,13 +116,13 @@ def test_files_that_are_written_beside_training(tier: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_masters_are_made_a_few_rows_at_a_time(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The masters of a parameter are never all in memory at once."""
-    read, sizes = Saves._fresh, list[int]()
+    read, sizes = EngineSaves._fresh, list[int]()
 
-    def noted(saves: Saves, memory: Any, start: int, stop: int) -> torch.Tensor:
+    def noted(saves: EngineSaves, memory: Any, start: int, stop: int) -> torch.Tensor:
         sizes.append(stop - start)
         return read(saves, memory, start, stop)
 
-    monkeypatch.setattr(Saves, "_fresh", noted)
+    monkeypatch.setattr(EngineSaves, "_fresh", noted)
     monkeypatch.setattr(library_files, "_MASTERS_AT_A_TIME", 1024)
     monkeypatch.setattr(library_files, "_MASTERS_OF_ONE_THREAD", 256)
     monkeypatch.setattr(checkpoint_file, "BLOCK_BYTES", 3 * 4096)

@@ -11,7 +11,7 @@ from ranks.conftest import launch
 from torch import nn
 
 import outcore
-from outcore.checkpoint.export_checkpoint import _Saved, export_checkpoint
+from outcore.checkpoint.export_checkpoint import _CheckpointTensors, export_checkpoint
 from outcore.core.errors import ConfigError
 from outcore.spec.manifest import Manifest, TensorRecord
 
@@ -158,7 +158,7 @@ def test_a_subclass_of_the_users_own(tmp_path: Path):
 def test_a_parameter_without_elements_that_several_ranks_saved():
     """No rank has a part of it."""
     records = {"model.none": TensorRecord("bfloat16", (0, 3), ())}
-    tensor = _Saved(Path(), Manifest(step=1, files={}, tensors=records)).weight("none")
+    tensor = _CheckpointTensors(Path(), Manifest(step=1, files={}, tensors=records)).weight("none")
     assert (tensor.dtype, tensor.shape) == (torch.bfloat16, (0, 3))
 
 

@@ -24,7 +24,7 @@ from outcore.integrations.trainer_saves import _move_into
 from outcore.memory.files import weights_layout
 from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile
 from outcore.memory.files.checkpoint_folder import read_manifest
-from outcore.spec.manifest import BLOCK_BYTES, Block, Manifest
+from outcore.spec.manifest import BLOCK_BYTES, ChecksummedBlock, Manifest
 
 from . import small
 from .test_export import tensors
@@ -198,4 +198,4 @@ def test_a_file_of_odd_pieces(is_direct: bool, tmp_path: Path):
         pool.close()
         assert file.path.read_bytes() == data
         blocks = [data[i : i + BLOCK_BYTES] for i in range(0, len(data), BLOCK_BYTES)]
-        assert file.blocks == tuple(Block(len(block), zlib.crc32(block)) for block in blocks)
+        assert file.blocks == tuple(ChecksummedBlock(len(block), zlib.crc32(block)) for block in blocks)

@@ -11,7 +11,7 @@ import torch
 import outcore
 from outcore.checkpoint.training_state import has_states, load_states, load_weights, save_states
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.engine.values.access import Access
+from outcore.engine.values.access import ValueAccess
 from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 
 from . import small
@@ -160,7 +160,7 @@ def test_loaded_settings_are_saved_in_the_same_order(tmp_path: Path):
 def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Saving and loading hold at most one state at a time and never build the whole dict."""
     alive: list[Any] = []
-    read = Access.read_state
+    read = ValueAccess.read_state
 
     def watched(*args: Any) -> torch.Tensor:
         import weakref
@@ -172,7 +172,7 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     with small.prepared(small.build("llama"), tmp_path) as (model, optimizer):
         small.train(model, optimizer)
-        monkeypatch.setattr(Access, "read_state", watched)
+        monkeypatch.setattr(ValueAccess, "read_state", watched)
         monkeypatch.setattr(type(optimizer), "state_dict", None)
         save_states(optimizer, tmp_path / "checkpoint")
         load_states(optimizer, tmp_path / "checkpoint")

@@ -147,7 +147,7 @@ def test_speeds_are_the_medians_of_both_loops_and_their_ratio():
     assert [loss for loss, _ in got] == [0.3, 0.01, 0.01]
     assert 0.01 <= median_s < 0.3
     counts = {"steps": 6, "equal_losses": 6, "equal_norms": 6, "tensors": 9, "equal_tensors": 9}
-    comparison = demo.Comparison(**counts, plain_step_s=0.5, streamed_step_s=0.75)
+    comparison = demo.ParityReport(**counts, plain_step_s=0.5, streamed_step_s=0.75)
     assert comparison.speeds() == (
         "Median of these steps: plain loop 0.500 s (2,048 tokens/s), streamed 0.750 s (1,365 tokens/s), "
         "1.50 times as long."

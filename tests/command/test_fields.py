@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
-from outcore.command.train.settings.fields import Kind, admitted
-from outcore.command.train.settings.given_settings import Given, from_yaml, shown
+from outcore.command.train.settings.fields import SettingKind, admitted
+from outcore.command.train.settings.given_settings import GivenSetting, from_yaml, shown
 from outcore.core.errors import ConfigError
 
 Color = Enum("Color", {"RED": "red", "NO": "no"})
@@ -36,7 +36,9 @@ def repr_of(value: object) -> str:
 
 
 def read(value: object, hint: Any, text: str | None = None, words: list[str] | None = None) -> Any:
-    return Kind(admitted(hint, words or ()), MISSING).read(Given(key="x", value=value, where="here", text=text))
+    return SettingKind(admitted(hint, words or ()), MISSING).read(
+        GivenSetting(key="x", value=value, where="here", text=text)
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,10 +160,10 @@ def test_refused(value: object, hint: Any, words: str):
     ids=repr_of,
 )
 def test_words_and_limits(hint: Any, words: list[str], limit: Any, expected: dict[Any, bool]):
-    kind = Kind(admitted(hint, words, limit), MISSING)
+    kind = SettingKind(admitted(hint, words, limit), MISSING)
     for value, is_taken in expected.items():
         try:
-            kind.read(Given(key="x", value=value, where="here"))
+            kind.read(GivenSetting(key="x", value=value, where="here"))
             assert is_taken, value
         except ConfigError:
             assert not is_taken, value

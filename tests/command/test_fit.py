@@ -21,8 +21,10 @@ TOO_LARGE, LARGE, MIDDLE, SMALL = 20, 3, 2, 1
 SMALL_BUDGETS = ("--device-memory", "800KiB", "--host-memory", "1MiB", "--disk-size", "1MiB", "--seq-len", 64)
 
 
-def known_of(layers: int) -> known_models.Known:
-    return known_models.Known(name=f"tiny-{layers}", parameters=layers, config={**CONFIG, "num_hidden_layers": layers})
+def known_of(layers: int) -> known_models.KnownModel:
+    return known_models.KnownModel(
+        name=f"tiny-{layers}", parameters=layers, config={**CONFIG, "num_hidden_layers": layers}
+    )
 
 
 @pytest.fixture

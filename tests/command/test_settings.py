@@ -21,8 +21,8 @@ from outcore import Budget
 from outcore.command.train.methods import FINE_TUNING, PREFERENCES, Method
 from outcore.command.train.settings import schema
 from outcore.command.train.settings.description import describe
-from outcore.command.train.settings.fields import Setting
-from outcore.command.train.settings.run_settings import Settings, resolve
+from outcore.command.train.settings.fields import CheckedSetting
+from outcore.command.train.settings.run_settings import RunSettings, resolve
 from outcore.command.train.settings.setting_rules import check_lora, check_training
 from outcore.core.errors import ConfigError
 from outcore.integrations.versions import other_names
@@ -41,7 +41,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
 
 
-def settle(yaml: str | bytes | None = None, *assignments: str, **flags: object) -> Settings:
+def settle(yaml: str | bytes | None = None, *assignments: str, **flags: object) -> RunSettings:
     """Resolve settings, with flags that give a whole job; a flag that is None is left out."""
     if yaml is not None:
         Path(CONFIG).write_bytes(yaml if isinstance(yaml, bytes) else yaml.encode())
@@ -490,7 +490,7 @@ def test_no_library_judges_what_is_limited_here(method):
 
 
 def _is_refused(key: str, value: float, method: Method) -> bool:
-    name, setting = key.removeprefix("lora."), {key: Setting(value, "here")}
+    name, setting = key.removeprefix("lora."), {key: CheckedSetting(value, "here")}
     needed = {"dataloader_prefetch_factor": {"dataloader_num_workers": 1}}.get(name, {})
     try:
         if key != name:

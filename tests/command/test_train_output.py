@@ -32,7 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl import SFTTrainer
 
 from outcore.api import prepare_for_test
-from outcore.command.progress import Shown
+from outcore.command.progress import ProgressFunctions
 from outcore.command.train import run as train_run
 from outcore.command.train.methods import FINE_TUNING
 from outcore.command.train.output import folder as output
@@ -159,7 +159,7 @@ class TestMetrics:
         begin = report.progress
 
         @contextmanager
-        def progress(*args: Any, **options: Any) -> Iterator[Shown]:
+        def progress(*args: Any, **options: Any) -> Iterator[ProgressFunctions]:
             with begin(*args, **options) as shown:
                 yield shown._replace(move_to=moved.append)
 

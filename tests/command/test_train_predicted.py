@@ -8,7 +8,7 @@ import pytest
 from plans import without_launches
 
 from outcore.command.train.output import prediction as predicted
-from outcore.command.train.output.prediction import Comparison, LaneTimes, PredictedStep
+from outcore.command.train.output.prediction import LaneTimes, PredictedStep, PredictionComparison
 from outcore.memory.topology import Others
 from outcore.planner.timing.known_hardware import known_hardware
 from outcore.spec.plan import Plan
@@ -29,8 +29,8 @@ def lanes(**busy_s: float) -> LaneTimes:
     return LANES._replace(busy_s={**LANES.busy_s, **busy_s}, exposed_s={**LANES.exposed_s, "h2d": waited_s})
 
 
-def compared(step_s: float, steps: int = 22) -> Comparison:
-    comparison = Comparison(STEP)
+def compared(step_s: float, steps: int = 22) -> PredictionComparison:
+    comparison = PredictionComparison(STEP)
     for _ in range(steps):
         comparison.add(step_s, 1)
     return comparison
@@ -68,20 +68,20 @@ class TestComparison:
         assert not comparison.is_off
 
     def test_now_and_then_is_nothing(self):
-        comparison = Comparison(STEP)
+        comparison = PredictionComparison(STEP)
         for i in range(100):
             comparison.add(1.5 if i % 19 else 1.0, 1)
             assert not comparison.is_off
 
     def test_the_end_has_the_median_without_the_first_steps(self):
-        comparison = Comparison(STEP)
+        comparison = PredictionComparison(STEP)
         for seconds in (9.3, 8.3, 1.1, 1.0, 1.1):
             comparison.add(seconds, 1)
         assert comparison.closing() == {"predicted": "1 s per step; the median took 1.1 s, 1.10 of it"}
         assert comparison.so_far == 1.1, "the bar shows the same"
 
     def test_a_line_with_the_first_steps_does_not_count(self):
-        comparison = Comparison(STEP)
+        comparison = PredictionComparison(STEP)
         comparison.add(1.3, 20)
         assert not comparison.is_off, "two slow steps and eighteen as predicted"
         assert comparison.closing() == {"predicted": "1 s per step; the median took 1.3 s, 1.30 of it"}, "all there is"
@@ -92,7 +92,7 @@ class TestComparison:
 
     def test_the_end_of_a_short_run_says_why_it_was_far_off(self):
         """Ten steps; those of a long one have said it already."""
-        comparison = Comparison(STEP)
+        comparison = PredictionComparison(STEP)
         for _ in range(10):
             comparison.add(1.5, 1, lanes(compute=1.1))
         said = "1 s per step; the median took 1.5 s, 1.50 of it"
@@ -111,7 +111,7 @@ class TestComparison:
         monkeypatch.setattr(Others, "busy", lambda _: "others kept 1.6 of 2 cores busy")
         monkeypatch.setattr(predicted, "num_ranks", lambda: ranks)
         said = ": this machine is busy, others kept 1.6 of 2 cores busy; compute takes 1.1 s"
-        comparison = Comparison(STEP)
+        comparison = PredictionComparison(STEP)
         for steps in (2, 10):
             comparison.add(1.5, steps, lanes(compute=1.1))
         assert (said in comparison.closing()["predicted"]) is is_said
@@ -119,7 +119,7 @@ class TestComparison:
         assert (said in comparison.why(lanes(compute=1.1))) is is_said
 
     def test_where_nothing_is_known_nothing_is_said(self):
-        comparison = Comparison(None)
+        comparison = PredictionComparison(None)
         comparison.add(2.0, 30)
         assert not comparison.is_off
         assert comparison.facts() == {"predicted_step_s": None}

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 import outcore
 from outcore.command.train.loop import measured_saves as saves
-from outcore.command.train.loop.measured_saves import Saves, seconds_to_write
+from outcore.command.train.loop.measured_saves import SaveDurations, seconds_to_write
 from outcore.command.train.loop.preemption import Preemption
 from outcore.command.train.loop.trainer import SftTrainer
 from outcore.command.train.output.report import RunReport
@@ -215,7 +215,7 @@ def test_a_signal_in_the_last_save_changes_nothing(shared, whole, command, tmp_p
 )
 def test_what_does_not_fit_into_the_time_is_not_begun(grace, said, shared, command, tmp_path, monkeypatch):
     """Saves so far tell how long one takes. Step 2 is saved before the signal, since it is written during training."""
-    out, saving = tmp_path / "run", Saves.save_needs_s
+    out, saving = tmp_path / "run", SaveDurations.save_needs_s
 
     def stop() -> None:
         end = time.monotonic() + 60
@@ -224,7 +224,7 @@ def test_what_does_not_fit_into_the_time_is_not_begun(grace, said, shared, comma
         signal.raise_signal(signal.SIGTERM)
 
     if grace:
-        monkeypatch.setattr(Saves, "save_needs_s", lambda self: 3000.0 if saving(self) > 0 else 0.0)
+        monkeypatch.setattr(SaveDurations, "save_needs_s", lambda self: 3000.0 if saving(self) > 0 else 0.0)
     calls = then(monkeypatch, 2, SftTrainer, "training_step", 1, stop)
     stopped = command(*shared, "--out", out, "--save-every", EVERY, "--grace", grace)
     assert stopped.status == 143
@@ -284,7 +284,7 @@ def end(process: nursery.Popen) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("place", "number"), [("Job.load_data", signal.SIGUSR1), ("SftTrainer._wrap_model", signal.SIGTERM)]
+    ("place", "number"), [("PlannedRun.load_data", signal.SIGUSR1), ("SftTrainer._wrap_model", signal.SIGTERM)]
 )
 def test_before_training_nothing_is_left(place, number, shared, tmp_path):
     out = tmp_path / "deep" / "run"
@@ -372,7 +372,7 @@ def test_saves_come_by_the_clock_and_at_the_end(shared, command, tmp_path, monke
 def test_what_is_needed_follows_from_what_was_measured(monkeypatch):
     now_s = 0.0
     monkeypatch.setattr(saves, "time", SimpleNamespace(monotonic=lambda: now_s))
-    made = Saves(every_minutes=1, first_s=lambda: 7.0)
+    made = SaveDurations(every_minutes=1, first_s=lambda: 7.0)
     made.begin()
     assert (made.needs_s(), made.summary(), made.is_due(is_last=False)) == (7.0, {}, False)
     made.begin_step()
@@ -414,12 +414,12 @@ def test_what_is_needed_follows_from_what_was_measured(monkeypatch):
     assert made.summary() == {"saving": "2 checkpoints, for which training waited 7.5 s, 0.8% of the time"}
     made.end()
     assert made.needs_s() == 0
-    assert not Saves(every_minutes=None, first_s=float).is_due(is_last=True)
+    assert not SaveDurations(every_minutes=None, first_s=float).is_due(is_last=True)
 
 
 def test_the_time_begins_when_the_signal_comes():
     """Also if Python sees the signal later: after an accelerator's backward, or here after one long call."""
-    asked = Preemption(Saves(every_minutes=None, first_s=float), 60)
+    asked = Preemption(SaveDurations(every_minutes=None, first_s=float), 60)
     asked._is_held = True
     with asked:
         begun_s = time.monotonic()
@@ -433,7 +433,7 @@ def test_the_time_begins_when_the_signal_comes():
 
 
 def test_only_a_second_signal_waits_for_no_save():
-    with Preemption(Saves(every_minutes=None, first_s=lambda: 9.0), 5) as asked:
+    with Preemption(SaveDurations(every_minutes=None, first_s=lambda: 9.0), 5) as asked:
         asked._is_held = True
         for kind in (SystemExit, EndedAtOnceError):  # the first signal is too late to save what is under way
             with pytest.raises(SystemExit) as caught:
@@ -458,7 +458,7 @@ def test_only_a_lost_rank_is_taken_for_a_stop():
         (lost, own, outcore.DiskError),
         (None, own, outcore.DiskError),
     ):
-        preemption = Preemption(Saves(every_minutes=None, first_s=float), 60)
+        preemption = Preemption(SaveDurations(every_minutes=None, first_s=float), 60)
         preemption._world = SimpleNamespace(failure=failure)
         with pytest.raises(ends_as), preemption:
             preemption._ask()

@@ -141,13 +141,13 @@ def test_steps_that_are_as_predicted_again_while_lanes_are_watched_need_no_reaso
     """Four steps take twice as long as predicted, and all later ones as long."""
     monkeypatch.setattr(predicted, "_OFF", 0.2)
     monkeypatch.setattr(report, "WATCHED_STEPS", 2)
-    add, lines = predicted.Comparison.add, []
+    add, lines = predicted.PredictionComparison.add, []
 
     def twice_as_long_at_first(self: Any, step_s: float, steps: int, measured: Any) -> None:
         lines.append(self._predicted.step_s * (2 if len(lines) < OFF_AT - 1 else 1))
         add(self, lines[-1], steps, measured)
 
-    monkeypatch.setattr(predicted.Comparison, "add", twice_as_long_at_first)
+    monkeypatch.setattr(predicted.PredictionComparison, "add", twice_as_long_at_first)
     done = train("plain", "--replan")
     assert done.status == 0, done.err
     assert len(lines) == STEPS
@@ -177,15 +177,15 @@ def test_nothing_is_lost_where_it_fails(train, plain, tmp_path, monkeypatch):
     assert "the run goes on with its plan, since no other could be made: the drive is full" in done.out
     assert trained(tmp_path / "other") == plain.trained
     monkeypatch.setattr(kept, "measure", slow_updates)
-    build, tried = job.Job.trainer, []
+    build, tried = job.PlannedRun.trainer, []
 
-    def refuse(self: job.Job, *args: Any) -> Any:
+    def refuse(self: job.PlannedRun, *args: Any) -> Any:
         tried.append(self)
         if len(tried) == 2:
             raise MemoryBudgetError("no room")
         return build(self, *args)
 
-    monkeypatch.setattr(job.Job, "trainer", refuse)
+    monkeypatch.setattr(job.PlannedRun, "trainer", refuse)
     done = train("third", "--replan")
     assert done.status == 0, done.err
     assert "the run goes on with the plan that it had, since the other one fails: no room" in done.out

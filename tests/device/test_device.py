@@ -200,7 +200,7 @@ class _Event:
 def test_a_late_point_moves_along_until_somebody_depends_on_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     stream = _Stream()
-    exact, late = device_cuda.Point(stream), device_cuda.Point(stream, is_late=True)
+    exact, late = device_cuda.StreamPoint(stream), device_cuda.StreamPoint(stream, is_late=True)
     stream.num_issued += 1  # the declared access
     late.fix()
     stream.num_issued += 1
@@ -210,7 +210,7 @@ def test_a_late_point_moves_along_until_somebody_depends_on_it(monkeypatch):
 def test_a_stream_waits_for_points_and_not_for_what_is_over(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     handle, over = device.mark("m"), device.mark("n")
-    handle.completion = device_cuda.Point(_Stream())
+    handle.completion = device_cuda.StreamPoint(_Stream())
     stream = _Stream()
     device_cuda.order_behind(stream, (handle, over))
     assert stream.waited == [handle.completion.event]

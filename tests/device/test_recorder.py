@@ -326,7 +326,7 @@ def test_entries_of_a_stream_become_seconds_when_they_are_over(monkeypatch):
     monkeypatch.setattr(_Event, "now_ms", 0.0)
     recorder = Recorder(HostStopwatch())
     recorder.start(num_steps=1)
-    anchor = device_cuda._Anchor(_Event(0.0), 0.0, None)
+    anchor = device_cuda._ClockAnchor(_Event(0.0), 0.0, None)
     moments = [device_cuda.StreamMoment(_Event(ms), anchor) for ms in (1e9, 2e9, 3e9)]
     recorder.add("h2d", "fetch", moments[0], moments[1])
     recorder.add("h2d", "another", moments[1], moments[2])
@@ -341,7 +341,7 @@ def test_entries_of_a_stream_become_seconds_when_they_are_over(monkeypatch):
 
 
 def moment(ms):
-    return device_cuda.StreamMoment(_Event(ms), device_cuda._Anchor(_Event(0.0), 0.0, None))
+    return device_cuda.StreamMoment(_Event(ms), device_cuda._ClockAnchor(_Event(0.0), 0.0, None))
 
 
 def test_waits_of_a_stream_are_added_up_when_they_are_over_and_nothing_blocks(monkeypatch):

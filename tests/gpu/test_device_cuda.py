@@ -248,7 +248,7 @@ def test_the_host_arena_can_be_pinned(device):
 
 def test_a_forked_child_destroys_no_event(device):
     """Torch ends a process that destroys an event without a driver, such as a DataLoader's worker."""
-    points = [device_cuda.Point(torch.cuda.current_stream()) for _ in range(2)]
+    points = [device_cuda.StreamPoint(torch.cuda.current_stream()) for _ in range(2)]
     events = [weakref.ref(point.event) for point in points]
     held = points.pop()
     points.append(points)  # a cycle, left to the garbage collector

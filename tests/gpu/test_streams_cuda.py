@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 import outcore
 from outcore.api import prepare_for_test
 from outcore.device.race import RaceChecker
-from outcore.engine.gradients.passes import Gradients
+from outcore.engine.gradients.passes import BackwardGradients
 
 from .test_engine_cuda import build, plan_for
 
@@ -81,8 +81,8 @@ def drive_prepared(kind: str, folder: Path, streams: Streams, patch: pytest.Monk
             checker.order(name(torch.cuda.current_stream()), name(streams[0]))  # autograd has joined them by now
             end_task(*args)
 
-        end_task = Gradients._end_task
-        patch.setattr(Gradients, "_end_task", end)
+        end_task = BackwardGradients._end_task
+        patch.setattr(BackwardGradients, "_end_task", end)
         seen = drive(model, optimizer, streams, order)
         return seen + [t.cpu() for _, t in outcore.named_tensors(model)][: len(list(model.parameters()))]
 

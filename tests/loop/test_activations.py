@@ -29,9 +29,9 @@ from outcore.core.errors import DiskError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.engine.activations import offloaded_call as away
-from outcore.engine.activations.offloaded_call import Away, _Packing
+from outcore.engine.activations.offloaded_call import OffloadedCall, _Packing
 from outcore.model import expensive_operations as dear
-from outcore.planner.homes.activation_policies import Sending
+from outcore.planner.homes.activation_policies import SizedActivationPolicy
 from outcore.planner.homes.pools import Comfort
 from outcore.planner.paper.paper_schedule import schedule
 from outcore.preparation.plan_choice import Planner
@@ -61,8 +61,8 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_left = self.num_dropped = 0
-        leave, drop = Away.leave, _Packing.drop
-        monkeypatch.setattr(Away, "leave", lambda mine, target: self.add("num_left") or leave(mine, target))
+        leave, drop = OffloadedCall.leave, _Packing.drop
+        monkeypatch.setattr(OffloadedCall, "leave", lambda mine, target: self.add("num_left") or leave(mine, target))
         monkeypatch.setattr(_Packing, "drop", lambda mine: self.add("num_dropped") or drop(mine))
 
     def add(self, name: str) -> None:
@@ -279,13 +279,13 @@ def test_the_last_units_stay(tmp_path: Path, counted: Counted) -> None:
 
 def test_a_copy_that_has_not_begun_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward came before the copy."""
-    copied, leave, may_go_on = list[str](), Away.leave, threading.Event()
+    copied, leave, may_go_on = list[str](), OffloadedCall.leave, threading.Event()
 
-    def noting(mine: Away, target: Any) -> Callable[[], None]:
+    def noting(mine: OffloadedCall, target: Any) -> Callable[[], None]:
         copy, name = leave(mine, target), mine._unit.label
         return lambda: (copied.append(name), copy())[1]
 
-    monkeypatch.setattr(Away, "leave", noting)
+    monkeypatch.setattr(OffloadedCall, "leave", noting)
     plain = make(five)
     torch.manual_seed(5)
     plain.loss(batch()).backward()
@@ -499,8 +499,10 @@ def test_autocast_is_in_the_plan(policy: str, tier: str, tmp_path: Path, monkeyp
     monkeypatch.undo()
     monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 40)
     sent = list[int]()
-    end = Away.end_forward
-    monkeypatch.setattr(Away, "end_forward", lambda mine, owner: (end(mine, owner), sent.append(mine.nbytes))[0])
+    end = OffloadedCall.end_forward
+    monkeypatch.setattr(
+        OffloadedCall, "end_forward", lambda mine, owner: (end(mine, owner), sent.append(mine.nbytes))[0]
+    )
     ids = torch.arange(2 * 48, device=DEVICE).reshape(2, 48) % VOCAB
 
     def drive(model: nn.Module, optimizer: Any) -> None:
@@ -515,7 +517,9 @@ def test_autocast_is_in_the_plan(policy: str, tier: str, tmp_path: Path, monkeyp
     drive(model, adamw(model, fused=True))
     options = {"activations": tier, "device": DEVICE, "hardware": "none", "sample": {"input_ids": ids, "labels": ids}}
     with torch.autocast(DEVICE, torch.bfloat16):
-        monkeypatch.setattr(Planner, "_sendings", lambda mine, tier: [Sending(tier, policy, mine._footprint)])
+        monkeypatch.setattr(
+            Planner, "_sendings", lambda mine, tier: [SizedActivationPolicy(tier, policy, mine._footprint)]
+        )
         prepared = outcore.prepare(twin, adamw(twin), budget=outcore.Budget(disk=tmp_path), **options)
     with prepared as (twin, optimizer):
         planned = {unit.saved_bytes for unit in optimizer.plan.units[1:]}

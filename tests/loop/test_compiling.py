@@ -19,7 +19,7 @@ from torch.nn import functional
 import outcore
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.engine.activations import offloaded_call as away
-from outcore.engine.activations.offloaded_call import Away
+from outcore.engine.activations.offloaded_call import OffloadedCall
 from outcore.planner.homes.pools import Comfort
 
 from .rig import DEVICE, IS_SIMULATED, Block, Tower, adamw, assert_same, batch, make, prepared, seen, train
@@ -151,8 +151,8 @@ def test_batches_in_pieces(tmp_path: Path) -> None:
 def test_like_a_plain_loop_with_compiled_blocks(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every possible policy, on every tier."""
     monkeypatch.setattr(away, "SMALL_BYTES", 64)
-    left, leave = [], Away.leave
-    monkeypatch.setattr(Away, "leave", lambda mine, target: left.append(mine) or leave(mine, target))
+    left, leave = [], OffloadedCall.leave
+    monkeypatch.setattr(OffloadedCall, "leave", lambda mine, target: left.append(mine) or leave(mine, target))
     of_plain, ours = same(micro_batches, tmp_path, **PLANS[plan])
     assert len(left) >= (6 if plan == "mixed" else 6 * 4 if "activations" in PLANS[plan] else 0)
     assert of_plain == 1  # for five blocks, however often they run

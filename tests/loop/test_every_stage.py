@@ -93,8 +93,8 @@ def test_one_error_at_any_stage_is_said_and_training_never_goes_on(setting, name
     with special(setting, tmp_path) as (model, optimizer):
         if setting.endswith("early"):  # make every attempt, whatever the rates
             monkeypatch.setattr("outcore.order.attempts.Attempts.wants_next", lambda _: True)
-            monkeypatch.setattr("outcore.engine.updates.early_updates._Attempt.is_due", lambda _: True)
-            monkeypatch.setattr("outcore.engine.updates.early_updates._Attempt.settle", lambda _: True)
+            monkeypatch.setattr("outcore.engine.updates.early_updates._EarlyAttempt.is_due", lambda _: True)
+            monkeypatch.setattr("outcore.engine.updates.early_updates._EarlyAttempt.settle", lambda _: True)
         hit = fail_once(monkeypatch, optimizer, name, ZeroDivisionError("injected"))
 
         def go_on():

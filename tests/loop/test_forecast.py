@@ -18,7 +18,7 @@ from outcore.device.faults import NO_FAULTS
 from outcore.engine.activations import offloaded_call as away
 from outcore.model.partition import partition
 from outcore.planner.forward import watch
-from outcore.planner.search.evaluations import Looks
+from outcore.planner.search.evaluations import Evaluations
 from outcore.preparation.plan_choice import Options, Planner, Timed, limits_of
 from outcore.probe import measured_machines as kept
 from outcore.spec.hardware import Hardware
@@ -112,7 +112,7 @@ class TestTheFastest:
         plan, forecast = Planner(cut, options, device, limits, timed).placed().bare, timed.forecast()
         device.close()
         assert any(unit.states == "disk" for unit in plan.units)
-        assert forecast.simulate(plan).step_s == Looks(forecast.job(limits)).simulation(plan, None).step_s
+        assert forecast.simulate(plan).step_s == Evaluations(forecast.job(limits)).simulation(plan, None).step_s
 
     @SUITS_THE_CPU
     def test_what_autocast_never_keeps_is_not_counted_on(self):

@@ -23,9 +23,9 @@ from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.engine.activations import offloaded_call as away
-from outcore.engine.activations.offloaded_call import Away
+from outcore.engine.activations.offloaded_call import OffloadedCall
 from outcore.engine.module.call import UnitCall
-from outcore.engine.values.access import Access
+from outcore.engine.values.access import ValueAccess
 from outcore.model import expensive_operations as dear
 from outcore.planner.homes.pools import Comfort
 from outcore.spec.plan import POLICIES, TIERS
@@ -217,8 +217,8 @@ def test_several_batches_make_a_step(dtype: torch.dtype, tmp_path: Path) -> None
 def test_every_policy_on_every_tier(policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(away, "SMALL_BYTES", 64)
     monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 1)
-    left, leave = [], Away.leave
-    monkeypatch.setattr(Away, "leave", lambda mine, target: left.append(mine) or leave(mine, target))
+    left, leave = [], OffloadedCall.leave
+    monkeypatch.setattr(OffloadedCall, "leave", lambda mine, target: left.append(mine) or leave(mine, target))
     same(tmp_path, BUILDS["llama"], policy=policy, activations=tier)
     assert tier == "device" or len(left) >= STEPS * (3 * PIECES - 2)  # one for each unit and piece; the last ones stay
 
@@ -417,7 +417,7 @@ def test_frozen_between_forward_and_backward(tmp_path: Path) -> None:
 
 def test_weights_outside_of_units_are_not_taken_for_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with prepared(make(BUILDS["tower"], torch.bfloat16), tmp_path) as (model, optimizer):
-        monkeypatch.setattr(Access, "read_state", lambda *_: pytest.fail("a master was read"))
+        monkeypatch.setattr(ValueAccess, "read_state", lambda *_: pytest.fail("a master was read"))
         in_pieces(model, optimizer, [[batch(0, ROWS)], [batch(1, ROWS)]])
 
 

@@ -20,7 +20,7 @@ from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.engine.activations import offloaded_call as away
-from outcore.engine.activations.offloaded_call import Away
+from outcore.engine.activations.offloaded_call import OffloadedCall
 from outcore.model import expensive_operations as dear
 from outcore.order.activations import ActivationOrder
 from outcore.planner.homes.pools import LEAST, Comfort
@@ -78,9 +78,9 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent, self.borrowed = list[int](), list[int]()
-        leave, end_forward = Away.leave, ActivationOrder.end_forward
+        leave, end_forward = OffloadedCall.leave, ActivationOrder.end_forward
 
-        def leaving(mine: Away, target: Any) -> Any:
+        def leaving(mine: OffloadedCall, target: Any) -> Any:
             self.sent += [s.memory.numel() for s in mine._packing.storages.values() if s.lender is None]
             return leave(mine, target)
 
@@ -88,7 +88,7 @@ class Counted:
             self.borrowed += [loan.nbytes for loan in loans]
             return end_forward(mine, unit, saved, loans)
 
-        monkeypatch.setattr(Away, "leave", leaving)
+        monkeypatch.setattr(OffloadedCall, "leave", leaving)
         monkeypatch.setattr(ActivationOrder, "end_forward", ending)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import outcore
 from outcore.engine.unit.unit import Beneath, Presence
-from outcore.engine.values.access import Access
+from outcore.engine.values.access import ValueAccess
 
 from .rig import DEVICE, KINDS, RESIDENT, Tower, adamw, agrees, assert_same, batch, make, prepared, same, train
 
@@ -481,7 +481,7 @@ def test_close_that_cannot_keep_weights_changes_nothing(tmp_path, monkeypatch):
                 outcore.close(model)
             patched.setattr("outcore.checkpoint.weights.give_back.host_free_bytes", lambda: 2**40)
             for error in (KeyboardInterrupt, MemoryError):
-                patched.setattr(Access, "read_weight", Mock(side_effect=error))
+                patched.setattr(ValueAccess, "read_weight", Mock(side_effect=error))
                 with pytest.raises(error):
                     outcore.close(model)
         return seen, train(model, optimizer)

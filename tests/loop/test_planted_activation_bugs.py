@@ -20,8 +20,8 @@ from outcore.core.errors import RaceError, UnsupportedError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.engine.activations import offloaded_call as away
-from outcore.engine.activations.offloaded_call import Away, _Packing, _View
-from outcore.engine.activations.room import Between
+from outcore.engine.activations.offloaded_call import OffloadedCall, _OffloadedView, _Packing
+from outcore.engine.activations.room import SharedArguments
 from outcore.model import expensive_operations as dear
 from outcore.order.activations import ActivationOrder, SavedCall
 from outcore.planner.homes.pools import LEAST
@@ -83,14 +83,14 @@ def planted(owner: Any, name: str, bug: Callable[..., Any]) -> Plant:
     return plant
 
 
-def wrong_strides(real: Any, view: _View, memory: torch.Tensor) -> torch.Tensor:
+def wrong_strides(real: Any, view: _OffloadedView, memory: torch.Tensor) -> torch.Tensor:
     found = real(view, memory)
     return torch.empty(0, dtype=found.dtype, device=found.device).set_(
         found.untyped_storage(), found.storage_offset(), found.size(), torch.empty(found.size(), device="meta").stride()
     )
 
 
-def wrong_offset(real: Any, view: _View, memory: torch.Tensor) -> torch.Tensor:
+def wrong_offset(real: Any, view: _OffloadedView, memory: torch.Tensor) -> torch.Tensor:
     view.offset -= view.offset % away.ALIGN_BYTES
     return real(view, memory)
 
@@ -119,7 +119,7 @@ def brought_from_another_home(real: Any, order: ActivationOrder[Any], call: Any,
     return real(order, call, place, calls[calls.index(owner) - 1], *where)
 
 
-def never_copied(real: Any, mine: Away, target: Any) -> Any:
+def never_copied(real: Any, mine: OffloadedCall, target: Any) -> Any:
     return lambda: None
 
 
@@ -130,14 +130,14 @@ def given_back_as_brought(real: Any, order: ActivationOrder[Any], call: SavedCal
 
 
 BUGS: dict[str, Plant] = {
-    "a view is restored with wrong strides": planted(_View, "again", wrong_strides),
-    "a view is restored without its offset": planted(_View, "again", wrong_offset),
+    "a view is restored with wrong strides": planted(_OffloadedView, "again", wrong_strides),
+    "a view is restored without its offset": planted(_OffloadedView, "again", wrong_offset),
     "two storages lie over one another": planted(_Packing, "_take", one_over_another),
     "a storage is freed before the copy left": planted(ActivationOrder, "begin_forward", freed_before_the_copy_left),
     "a slot is given back before its use": planted(ActivationOrder, "end_backward", given_back_as_brought),
     "a home is given away that a backward needs": planted(ActivationOrder, "_gaps", home_given_away),
     "another call's bytes come back": planted(ActivationOrder, "_carry", brought_from_another_home),
-    "nothing is copied": planted(Away, "leave", never_copied),
+    "nothing is copied": planted(OffloadedCall, "leave", never_copied),
     "what was lent lies where the call's own bytes are": planted(
         _Packing, "loans", lambda real, *args: [loan._replace(at=0) for loan in real(*args)]
     ),
@@ -181,8 +181,8 @@ def test_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_versions_that_nobody_checks_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Away, "_has_changed", lambda _: False)
-    monkeypatch.setattr(Between, "lender_of", lambda *_: None)
+    monkeypatch.setattr(OffloadedCall, "_has_changed", lambda _: False)
+    monkeypatch.setattr(SharedArguments, "lender_of", lambda *_: None)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         same("host", tmp_path, changes_a_result)
 

@@ -20,7 +20,7 @@ from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.engine.activations import offloaded_call as away
-from outcore.engine.activations.offloaded_call import Away
+from outcore.engine.activations.offloaded_call import OffloadedCall
 from outcore.model import expensive_operations as dear
 from outcore.planner.homes.pools import LEAST
 from outcore.spec.plan import POLICIES, TIERS
@@ -183,8 +183,8 @@ def test_hooks_around_the_model(
     around: Any, policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hooks around the model already hold the arguments of units; units then send nothing away."""
-    sent, leave = [], Away.leave
-    monkeypatch.setattr(Away, "leave", lambda mine, target: sent.append(mine) or leave(mine, target))
+    sent, leave = [], OffloadedCall.leave
+    monkeypatch.setattr(OffloadedCall, "leave", lambda mine, target: sent.append(mine) or leave(mine, target))
 
     def drive(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
         losses = []

@@ -12,7 +12,7 @@ from outcore.api import prepare_for_test
 from outcore.core.errors import RaceError
 from outcore.device.cpu import CpuDevice
 from outcore.device.race import RaceChecker
-from outcore.engine.gradients.passes import Gradients
+from outcore.engine.gradients.passes import BackwardGradients
 from outcore.memory.arena import Region
 from outcore.spec.timeline import COMPUTE
 
@@ -43,7 +43,7 @@ class Streams(CpuDevice):
 @contextmanager
 def old_hooks(monkeypatch):
     """Run hooks of parameters on the stream of the first step; autograd joins it before a backward ends."""
-    hook, end = Gradients.hook, Gradients._end_task
+    hook, end = BackwardGradients.hook, BackwardGradients._end_task
 
     def on_old(self, unit, index):
         reached = hook(self, unit, index)
@@ -60,8 +60,8 @@ def old_hooks(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("outcore.device.opening.CpuDevice", Streams)
-        patch.setattr(Gradients, "hook", on_old)
-        patch.setattr(Gradients, "_end_task", joined)
+        patch.setattr(BackwardGradients, "hook", on_old)
+        patch.setattr(BackwardGradients, "_end_task", joined)
         yield
 
 
@@ -89,7 +89,7 @@ def test_a_pass_closed_on_another_stream_is_ordered(kind, tmp_path, monkeypatch)
 
 
 def test_it_would_race_without(tmp_path, monkeypatch):
-    monkeypatch.setattr(Gradients, "_take_over", lambda *_: None)
+    monkeypatch.setattr(BackwardGradients, "_take_over", lambda *_: None)
     with old_hooks(monkeypatch), pytest.raises(RaceError, match="to come after 'gradients of blocks.2' on compute 1"):
         run("host", tmp_path)
 

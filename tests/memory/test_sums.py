@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outcore.core.errors import DiskError
-from outcore.memory.checksums import SEGMENT_BYTES, Sums
+from outcore.memory.checksums import SEGMENT_BYTES, Checksums
 from outcore.memory.disk import STRIPE_BYTES, DiskStore, Extent
 from outcore.memory.disk_file import OsDiskIO
 
@@ -31,7 +31,7 @@ def content():
 
 @pytest.fixture(scope="module")
 def sums(content):
-    sums = Sums()
+    sums = Checksums()
     sums.cover(0, START)
     sums.cover(START, STOP)
     sums.note(START, memoryview(content))
@@ -71,7 +71,7 @@ def test_bytes_at_a_wrong_place_change_the_sum(how, sums, content):
 
 
 def test_a_value_among_zeros_that_moves_changes_the_sum():
-    sums = Sums()
+    sums = Checksums()
     sums.cover(0, SEGMENT_BYTES)
     for word in (1, 2**31, 2**40):
         words = torch.zeros(SEGMENT_BYTES // 8, dtype=torch.int64)
@@ -82,7 +82,7 @@ def test_a_value_among_zeros_that_moves_changes_the_sum():
 
 
 def test_what_was_never_written_is_zeros():
-    sums = Sums()
+    sums = Checksums()
     sums.cover(0, SEGMENT_BYTES + PAGE)
     nothing = bytearray(SEGMENT_BYTES + PAGE)
     assert sums.wrong(0, memoryview(nothing)) is None
@@ -91,7 +91,7 @@ def test_what_was_never_written_is_zeros():
 
 
 def test_extents_share_no_sum():
-    sums = Sums()
+    sums = Checksums()
     for start, stop in ((0, PAGE), (PAGE, PAGE), (PAGE, 3 * PAGE), (3 * PAGE, 2 * SEGMENT_BYTES)):
         sums.cover(start, stop)
     found = [sums.segment(at) for at in (0, PAGE, 2 * PAGE, 3 * PAGE, SEGMENT_BYTES - 1, SEGMENT_BYTES)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outcore.engine.updates.early_updates import EarlyUpdates, _Attempt
+from outcore.engine.updates.early_updates import EarlyUpdates, _EarlyAttempt
 
 
 @pytest.fixture
@@ -18,5 +18,5 @@ def patient_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
             updated.wait_issued()  # the race checker takes this for no order
 
     monkeypatch.setattr(EarlyUpdates, "settle", settle)
-    monkeypatch.setattr(_Attempt, "is_due", lambda self: self._is_made is not False)
-    monkeypatch.setattr(_Attempt, "settle", lambda self: True)
+    monkeypatch.setattr(_EarlyAttempt, "is_due", lambda self: self._is_made is not False)
+    monkeypatch.setattr(_EarlyAttempt, "settle", lambda self: True)

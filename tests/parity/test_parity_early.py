@@ -15,7 +15,7 @@ from torch import nn
 from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.engine.unit.unit import Unit
-from outcore.engine.updates.early_updates import EarlyUpdates, _Attempt
+from outcore.engine.updates.early_updates import EarlyUpdates, _EarlyAttempt
 
 from . import zoo
 from .cases import Case, run, run_checked
@@ -28,9 +28,9 @@ STEPS = 4
 def outcomes(monkeypatch: pytest.MonkeyPatch, patient_attempts: None) -> Counter[str]:
     """Count attempts, and attempts that were kept."""
     counts: Counter[str] = Counter()
-    work, keep = _Attempt.out_of_place, EarlyUpdates.keep
+    work, keep = _EarlyAttempt.out_of_place, EarlyUpdates.keep
 
-    def start(self: _Attempt, *args: Any) -> Any:
+    def start(self: _EarlyAttempt, *args: Any) -> Any:
         counts["started"] += 1
         return work(self, *args)
 
@@ -39,7 +39,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, patient_attempts: None) -> Counter
         counts["kept"] += is_kept
         return is_kept
 
-    monkeypatch.setattr(_Attempt, "out_of_place", start)
+    monkeypatch.setattr(_EarlyAttempt, "out_of_place", start)
     monkeypatch.setattr(EarlyUpdates, "keep", kept)
     return counts
 
@@ -283,14 +283,14 @@ class TestTooFewToMakeAll:
     def test_any_of_them(self, kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         chance, made = random.Random(seed), Counter[bool]()
 
-        def is_due(attempt: _Attempt) -> bool:
+        def is_due(attempt: _EarlyAttempt) -> bool:
             with attempt._deciding:
                 if attempt._is_made is None:
                     attempt._is_made = chance.random() < 0.5
                     made[attempt._is_made] += 1
                 return attempt._is_made
 
-        monkeypatch.setattr(_Attempt, "is_due", is_due)
+        monkeypatch.setattr(_EarlyAttempt, "is_due", is_due)
         c = case("gpt2", kind, offset=7 * seed, precision="bf16", clipping="off", micro_batches=1 + seed % 2)
         assert_equal(plain_loop(c.name, c.setting), run_checked(c, tmp_path, poison=True))
         assert made[True] + made[False] > STEPS

@@ -27,9 +27,9 @@ from outcore.api import prepare_for_test
 from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
-from outcore.engine.rows.row_independence import Apart
+from outcore.engine.rows.row_independence import RowIndependence
 from outcore.engine.unit.live_port import Traffic
-from outcore.engine.updates.early_updates import EarlyUpdates, _Attempt
+from outcore.engine.updates.early_updates import EarlyUpdates, _EarlyAttempt
 from outcore.memory.arena import Region
 from outcore.model import expensive_operations as dear
 from outcore.model.partition import partition
@@ -39,7 +39,7 @@ from outcore.order.weight_cache import nothing_held
 from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.planner.paper.paper_schedule import Circumstances, consecutive
 from outcore.planner.timing.player import Played, play
-from outcore.planner.timing.rates import LINKS, Pace, Rates, Shared
+from outcore.planner.timing.rates import LINKS, OperationTimes, Rates, Shared
 from outcore.planner.timing.simulate import PlayedClock, tasks_of
 from outcore.spec.lane_names import RANK_LANES, Lane
 from outcore.spec.model import ModelSpec
@@ -313,9 +313,9 @@ def submitted(
             engine.units[ROOT].presence.hide()  # as after a step that updates the root later
     watch, settle = Watch(engine.device, engine.opened.traffic), EarlyUpdates.settle
     done: list[None] = []  # one for each step
-    steps: dict[_Attempt, int] = {}
+    steps: dict[_EarlyAttempt, int] = {}
 
-    def is_due(attempt: _Attempt) -> bool:
+    def is_due(attempt: _EarlyAttempt) -> bool:
         return attempt.gradients.unit.name not in skipped[steps.setdefault(attempt, len(done))]
 
     def settled(early: EarlyUpdates) -> None:
@@ -328,10 +328,10 @@ def submitted(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlyUpdates, "settle", settled)
-        patch.setattr(Apart, "known", property(lambda _: _Everything(), lambda *_: None), raising=False)
+        patch.setattr(RowIndependence, "known", property(lambda _: _Everything(), lambda *_: None), raising=False)
         patch.setattr(dear, "DEAR_FLOP_PER_BYTE", 0.0)
-        patch.setattr(_Attempt, "settle", lambda attempt: attempt.is_due())
-        patch.setattr(_Attempt, "is_due", is_due)
+        patch.setattr(_EarlyAttempt, "settle", lambda attempt: attempt.is_due())
+        patch.setattr(_EarlyAttempt, "is_due", is_due)
         with prepared:
             for _ in range(STEPS):
                 program.step()
@@ -360,7 +360,7 @@ class Planned(NamedTuple):
 
 def planned(program: Program, visits: Sequence[Visit], rates: Rates) -> Planned:
     """Play steps in time, which decides which updates inside backward are made."""
-    clock = PlayedClock(Pace(program.spec, program.plan, rates), rates)
+    clock = PlayedClock(OperationTimes(program.spec, program.plan, rates), rates)
     given = (program.spec, program.plan, visits, nothing_held(program.plan), Circumstances(clips=False))
     lengths, num_over, settle = [], list[int](), Attempts.settle
 
@@ -440,7 +440,7 @@ def compare(seed: int, folder: Path, num_ranks: int = 1) -> None:
     # Fetches for a next step follow the last step's updates.
     assert all(op.name.startswith(("fetch", "read weights of", "all-gather")) for op in found[len(expected) :])
     assert len(found) >= len(expected)
-    pace = Pace(program.spec, program.plan, rates)
+    pace = OperationTimes(program.spec, program.plan, rates)
     played = play(tasks_of([found[: len(expected)]], pace, rates)[0], rates)
     assert (played.start, played.end) == (in_time.start, in_time.end)
     assert [t.seconds for t in played.tasks] == [t.seconds for t in in_time.tasks]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from outcore.planner.forward.footprint import Footprint, Saved, Step
+from outcore.planner.forward.footprint import Footprint, SavedBytes, Step
 from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec
 
 
@@ -86,7 +86,7 @@ def even_footprint(names: Sequence[str], *, given: int, selected: int, kept: int
         made = kept if is_backward else 0
         return Step(unit=name, is_backward=is_backward, begin_bytes=begin, made_bytes=made, **most)
 
-    saved = Saved(keep=kept, select=selected, recompute=given, kept=kept, cast=0)
+    saved = SavedBytes(keep=kept, select=selected, recompute=given, kept=kept, cast=0)
     steps = [step(name, i, is_backward=False) for i, name in enumerate(names)]
     steps += [step(name, i, is_backward=True) for i, name in reversed(list(enumerate(names)))]
     return Footprint(saved=dict.fromkeys(names, saved), steps=steps)

@@ -23,7 +23,7 @@ from transformers import (
 import outcore
 from outcore.api import plan_for
 from outcore.core.errors import ConfigError, PlanInfeasibleError
-from outcore.engine.activations.offloaded_call import Away
+from outcore.engine.activations.offloaded_call import OffloadedCall
 from outcore.planner.homes.check import check_plan
 
 IDS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
@@ -59,14 +59,14 @@ def train(model: nn.Module, optimizer: Any, steps: int = 2) -> list[torch.Tensor
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the sizes of what calls have saved."""
     found: list[int] = []
-    end = Away.end_forward
+    end = OffloadedCall.end_forward
 
-    def noting(mine: Away, owner: object) -> Any:
+    def noting(mine: OffloadedCall, owner: object) -> Any:
         call = end(mine, owner)
         found.append(mine.nbytes)
         return call
 
-    monkeypatch.setattr(Away, "end_forward", noting)
+    monkeypatch.setattr(OffloadedCall, "end_forward", noting)
     return found
 
 

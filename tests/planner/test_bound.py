@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from planning.random_steps import random_step, steps_s
 
-from outcore.planner.bound.bound import Bound, _Graph, bound_of
+from outcore.planner.bound.bound import StepBound, _Graph, bound_of
 from outcore.planner.bound.jobs import Sweep
 from outcore.planner.bound.step_work import totals_of, work_of
 from outcore.planner.homes.placement import place
@@ -68,7 +68,7 @@ def model() -> ModelSpec:
     return layered(NUM_LAYERS, root=0, layer=MIB, precision="fp32")
 
 
-def bound(model: ModelSpec, plan: Plan, *, micro_batches: int = 1, **seconds: float) -> Bound:
+def bound(model: ModelSpec, plan: Plan, *, micro_batches: int = 1, **seconds: float) -> StepBound:
     return bound_of(model, plan, rates_of(model, **seconds), usual_visits(model, micro_batches))
 
 

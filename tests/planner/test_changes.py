@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planner.homes.activation_policies import Activations, Away, Room
+from outcore.planner.homes.activation_policies import ActivationPolicy, Activations, DeviceRoom
 from outcore.planner.homes.placement import fitting, least, place
 from outcore.planner.search.changes import best_changes, curves
 from outcore.planner.search.search import Found, estimate, search
@@ -114,7 +114,7 @@ def test_more_memory_is_never_slower(case):
 
 def test_a_point_fits_if_it_does_with_any_way_to_treat_activations():
     """In little host memory activations cannot rest there, and in a little of the device they cannot stay."""
-    setting = dataclasses.replace(setting_of(1.5, 2, 6, ways=(Away("host", "select"), None)), batch_size=8)
+    setting = dataclasses.replace(setting_of(1.5, 2, 6, ways=(ActivationPolicy("host", "select"), None)), batch_size=8)
     found = search(setting.job())
     for points in curves(setting, found)[:2]:
         field = "device_bytes" if points[3].value == setting.limits.device_bytes else "host_bytes"
@@ -153,7 +153,7 @@ def test_of_a_model_that_cannot_be_followed_a_share_is_left():
 
 
 def test_activations_that_leave_leave_less_of_the_host():
-    setting, away = setting_of(1.5, 2, 6), Away("host", "keep")
+    setting, away = setting_of(1.5, 2, 6), ActivationPolicy("host", "keep")
     job = dataclasses.replace(setting, ways=(away,)).job()
     assert job.within(away).left.host_bytes == setting.limits.host_bytes - LAYERS * 4 * MIB
     assert job.within(away).left.device_bytes == setting.limits.device_bytes - 4 * MIB  # a slot
@@ -163,7 +163,7 @@ def test_activations_that_leave_leave_less_of_the_host():
 
 
 def test_a_part_of_the_units_may_save_more_where_they_are():
-    setting, third = setting_of(1.5, 2, 6), Away("device", "select", 1 / LAYERS)
+    setting, third = setting_of(1.5, 2, 6), ActivationPolicy("device", "select", 1 / LAYERS)
     job = dataclasses.replace(setting, ways=(third,)).job()
     assert job.within(third).left == setting.limits
     more = 2 * MIB - MIB / 2  # one unit keeps products instead of its arguments alone
@@ -179,7 +179,7 @@ def test_a_part_of_the_units_may_save_more_where_they_are():
 
 def test_as_many_units_save_more_as_there_is_room_for():
     """There is no room for all units."""
-    setting, select = setting_of(0.6, 6, 6), Away("device", "select")
+    setting, select = setting_of(0.6, 6, 6), ActivationPolicy("device", "select")
     found = search(dataclasses.replace(setting, ways=(None, select)).job())
     assert found.candidate.saves is not None
     assert 0 < found.candidate.saves.share < 1
@@ -191,8 +191,8 @@ def test_nothing_fits():
     assert estimate(setting.job(), []) is None
 
 
-@pytest.mark.parametrize("room", [Room(0, 0.0), Room(MIB, 0.3)])
-def test_the_least_would_do_and_a_byte_less_would_not(room: Room):
+@pytest.mark.parametrize("room", [DeviceRoom(0, 0.0), DeviceRoom(MIB, 0.3)])
+def test_the_least_would_do_and_a_byte_less_would_not(room: DeviceRoom):
     setting = setting_of(1.5, 2, 6)
     activations = Activations(room)
     found = least(setting.model, setting.limits, [activations])

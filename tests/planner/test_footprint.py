@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from outcore.model import expensive_operations as dear
 from outcore.model.partition import Partition, partition
-from outcore.planner.forward.footprint import Footprint, Saved, Step, as_run
+from outcore.planner.forward.footprint import Footprint, SavedBytes, Step, as_run
 from outcore.planner.forward.saved_bytes import footprint_of
 from outcore.spec.plan import POLICIES, TIERS, Plan, UnitPlan
 
-SAVED = Saved(keep=100, select=40, recompute=10, kept=100, cast=0)
+SAVED = SavedBytes(keep=100, select=40, recompute=10, kept=100, cast=0)
 NAMES = ("a", "b", "c", "d")
 
 
@@ -66,7 +66,7 @@ def test_peak_of_policies(policy: str, tier: str, most: int) -> None:
 
 
 def test_casts_and_small_storages_take_room_of_what_is_kept() -> None:
-    """A call of a run takes as much for them (``engine.activations.policies.Count``)."""
+    """A call of a run takes as much for them (``engine.activations.policies.SavedBytesCounter``)."""
     saved = dict.fromkeys(NAMES, dataclasses.replace(SAVED, kept=120, small=7))
     plan = Plan(precision="bf16", units=tuple(units("recompute", "device")), pools=(), prefetch_depth=0)
     kept = [unit.policy for unit in as_run(plan, saved, 2 * 127).units]

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from outcore.planner.homes.occupancy import Load, occupancy, peak_of
+from outcore.planner.homes.occupancy import TierLoad, occupancy, peak_of
 from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.planner.timing.simulate import simulate
 from outcore.spec.plan import TIERS, Plan, Pool, UnitPlan
@@ -30,7 +30,7 @@ def plan_of(policy: str = "recompute", states: str = "host", slots: int = 2) -> 
     return Plan(precision="bf16", units=units, pools=pools, prefetch_depth=slots - 1)
 
 
-def loads_of(plan: Plan) -> dict[tuple[str, str], Load]:
+def loads_of(plan: Plan) -> dict[tuple[str, str], TierLoad]:
     found = occupancy(MODEL, plan, rates_of(MODEL), usual_visits(MODEL), alive=ALIVE)
     return {(load.tier, load.label): load for load in found}
 
@@ -83,8 +83,8 @@ def test_the_window_is_that_of_the_timeline():
 
 
 def test_peaks_of_several_are_those_of_one_moment():
-    one = Load("device", "a", 3, ((0.0, 3), (1.0, 0)))
-    other = Load("device", "b", 2, ((0.0, 0), (1.0, 2)))
+    one = TierLoad("device", "a", 3, ((0.0, 3), (1.0, 0)))
+    other = TierLoad("device", "b", 2, ((0.0, 0), (1.0, 2)))
     assert peak_of([one, other]) == 3
     assert peak_of([one, dataclasses.replace(other, moments=((0.5, 2),))]) == 5
     assert peak_of([]) == 0

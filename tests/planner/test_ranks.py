@@ -15,8 +15,8 @@ from outcore.planner.homes.pools import pools_for
 from outcore.planner.paper.paper_schedule import schedule
 from outcore.planner.timing.known_hardware import BUSES, HOSTS, LINKS, known_hardware
 from outcore.planner.timing.profile import UnitWork, rates_for
-from outcore.planner.timing.rank_layout import ALONE, Between, Ranks, between, links_of, network_of, share_of
-from outcore.planner.timing.rates import Pace, Rates
+from outcore.planner.timing.rank_layout import ALONE, RankRates, Ranks, between, links_of, network_of, share_of
+from outcore.planner.timing.rates import OperationTimes, Rates
 from outcore.planner.timing.simulate import simulate
 from outcore.preparation.with_ranks import fastest
 from outcore.spec.cut import shared
@@ -36,7 +36,7 @@ NODE = known_hardware("a100-80gb+nvlink3+8x200g")
 
 def test_one_rank_has_all_of_its_machine():
     assert share_of(NODE, ALONE) is NODE
-    assert between(NODE, ALONE) == Between({}, {}, (), {})
+    assert between(NODE, ALONE) == RankRates({}, {}, (), {})
     assert share_of(NODE, Ranks(4, 1)) is NODE
 
 
@@ -128,7 +128,7 @@ def test_seconds_between_ranks():
     model, plan = of_ranks(4)
     names = {"reduce": 3 * MIB, "gather": 5 * MIB, "host gather": 6 * MIB, "update": 8 * MIB, "compute": 16 * MIB}
     rates = Rates(forward_s={}, backward_s={}, bytes_per_s=names)
-    pace = Pace(model, plan, rates)
+    pace = OperationTimes(model, plan, rates)
     seconds = {op.name: pace.seconds(op) for op in schedule(model, plan, usual_visits(model)).operations}
     layer = "model.layers.0"
     assert seconds[f"exchange gradients of {layer}"] == pytest.approx(2 * 0.75 / 3)
@@ -136,7 +136,7 @@ def test_seconds_between_ranks():
     assert seconds[f"accumulate {layer}"] == pytest.approx(4 / 16)  # a quarter of 4 MiB from each of four ranks
     there = [dataclasses.replace(unit, update="device") if unit.name else unit for unit in plan.units]
     staged = dataclasses.replace(plan, units=tuple(there), pools=pools_for(model, there))
-    pace = Pace(model, staged, rates)
+    pace = OperationTimes(model, staged, rates)
     seconds = {op.name: pace.seconds(op) for op in schedule(model, staged, usual_visits(model)).operations}
     assert seconds[f"gather weights of {layer}"] == pytest.approx(2 * 0.75 / 5)
 
@@ -152,7 +152,9 @@ def test_seconds_of_weights_between_ranks(sharing: Sharing, link: float, gather:
     plan = plan_of(model)
     units = tuple(shared(unit, sharing) for unit in plan.units)
     plan = dataclasses.replace(plan, units=units, pools=pools_for(model, units))
-    pace = Pace(model, plan, Rates(forward_s={}, backward_s={}, bytes_per_s={k: n * MIB for k, n in rates.items()}))
+    pace = OperationTimes(
+        model, plan, Rates(forward_s={}, backward_s={}, bytes_per_s={k: n * MIB for k, n in rates.items()})
+    )
     operations = [op for op in schedule(model, plan, usual_visits(model)).operations if op.unit == "model.layers.0"]
     for kind, expected in ((ALL_GATHER, link), (GATHER, gather)):
         assert sum({pace.seconds(op) for op in operations if op.kind == kind}) == pytest.approx(2 * expected)

@@ -19,16 +19,16 @@ from planning.near_best import compare, random_job
 
 from outcore.command.plan.answer import answer
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planner.homes.activation_policies import Away
+from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.check import check_plan
 from outcore.planner.homes.placement import place
 from outcore.planner.homes.share import balanced_share
 from outcore.planner.paper.paper_schedule import Circumstances
-from outcore.planner.search.evaluations import Looks, Simulated
+from outcore.planner.search.evaluations import Evaluations, Simulated
 from outcore.planner.search.job import Job
-from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, KINDS, TIGHT, Candidate, Kind, moved
-from outcore.planner.search.search import Found, _Search, search
-from outcore.planner.search.start_plans import Fillings
+from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, KINDS, TIGHT, Candidate, UnitHomes, moved
+from outcore.planner.search.search import Found, _PlanSearch, search
+from outcore.planner.search.start_plans import StartPlans
 from outcore.planner.search.wear import least_worn
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import Simulation, simulate
@@ -73,7 +73,7 @@ def step_s(job: Job, plan: Plan) -> float:
 
 
 FOOTPRINT = even_footprint(["model.layers.0", "model.layers.1"], given=4096, selected=MIB, kept=8 * MIB)
-WAYS = (None, Away("device", "select"), Away("host", "keep"))
+WAYS = (None, ActivationPolicy("device", "select"), ActivationPolicy("host", "keep"))
 JOBS = {
     "some on the device": lambda: job_of(3, 2, 9),
     "little host": lambda: job_of(3, 1.5, 2.2, 9),
@@ -82,7 +82,7 @@ JOBS = {
     "updates inside backward": lambda: job_of(3, 1, 12, is_promised=True, clipping=False),
     "activations": lambda: job_of(2, 2, 9, activation_share=0.3, footprint=FOOTPRINT, ways=WAYS),
     "no host for activations": lambda: job_of(
-        2, 3.0, 0.02, activation_share=0.3, footprint=FOOTPRINT, ways=(None, Away("host", "select"))
+        2, 3.0, 0.02, activation_share=0.3, footprint=FOOTPRINT, ways=(None, ActivationPolicy("host", "select"))
     ),
 }
 
@@ -156,8 +156,8 @@ def test_several_at_once_come_to_the_same():
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_what_was_looked_at_ahead_is_looked_at_again(at_once: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Simulated, "at_once", at_once)
-    search = _Search(job_of(10, 1, 8, 30))
-    middle, slow = (search._choice.uniform(kind) for kind in (Kind("host", "host", "disk"), ALL_DISK))
+    search = _PlanSearch(job_of(10, 1, 8, 30))
+    middle, slow = (search._choice.uniform(kind) for kind in (UnitHomes("host", "host", "disk"), ALL_DISK))
     fast = search._firsts()[0]
     taken: list[Candidate] = []
 
@@ -197,8 +197,8 @@ def test_an_order_of_updates_that_no_rule_has(at_once: int, monkeypatch: pytest.
 
 def test_states_on_disk_are_spread_among_the_others():
     """The drive and the host then work all the time, and the plan names no more units than it must."""
-    choice = _Search(job_of(10, 1, 8, 30))._choice
-    here, away = Kind("device", "host", "host"), Kind("device", "host", "disk")
+    choice = _PlanSearch(job_of(10, 1, 8, 30))._choice
+    here, away = UnitHomes("device", "host", "host"), UnitHomes("device", "host", "disk")
     woven = Candidate((here,) * 7 + (away,) * 4, woven=True)
     assert choice.plan(woven).updated_first == tuple(f"model.layers.{i}" for i in (0, 6, 1, 7, 2, 3, 8, 4, 9))
     plain = dataclasses.replace(woven, woven=False)
@@ -222,7 +222,7 @@ def test_random_candidates_find_what_changes_do_not(monkeypatch: pytest.MonkeyPa
     updates = {"update": MIB / 6e-3, "device_update": MIB / 0.5e-3, "compute": 30e9}
     job = dataclasses.replace(job, rates=dataclasses.replace(rates_of(job.model), parameters_per_s=updates))
     found = search(job)
-    monkeypatch.setattr(Fillings, "drawn", lambda *_: iter(()))
+    monkeypatch.setattr(StartPlans, "drawn", lambda *_: iter(()))
     assert found.simulation.step_s < 0.97 * search(job).simulation.step_s
 
 
@@ -238,7 +238,7 @@ def test_more_plans_are_compared_where_few_of_many_micro_batches_are_played(monk
 
 def test_with_several_micro_batches_little_memory_goes_to_a_slot_to_fetch_ahead(monkeypatch: pytest.MonkeyPatch):
     footprint = even_footprint([f"model.layers.{i}" for i in range(9)], given=MIB // 8, selected=MIB // 2, kept=2 * MIB)
-    ways = (None, Away("device", "select"), Away("host", "recompute"))
+    ways = (None, ActivationPolicy("device", "select"), ActivationPolicy("host", "recompute"))
     job = job_of(9, 2, 20, micro_batches=4, activation_share=0.3, footprint=footprint, ways=ways)
     found = search(job)
     monkeypatch.setattr("outcore.planner.search.start_plans.LEAN", TIGHT)
@@ -248,9 +248,9 @@ def test_with_several_micro_batches_little_memory_goes_to_a_slot_to_fetch_ahead(
 @pytest.mark.parametrize("clipping", [True, False])
 def test_long_steps_are_compared_by_a_few_of_their_micro_batches(clipping: bool):
     job = job_of(9, 4, 20, 60, micro_batches=11, clipping=clipping, is_promised=not clipping)
-    looks = Looks(job)
+    looks = Evaluations(job)
     assert looks.num_played == 4
-    for kind in (ALL_HOST, Kind("device", "host", "host"), Kind("host", "host", "disk"), ALL_DISK):
+    for kind in (ALL_HOST, UnitHomes("device", "host", "host"), UnitHomes("host", "host", "disk"), ALL_DISK):
         candidate = dataclasses.replace(looks.choice.uniform(kind), early=0.0 if clipping else 1.0)
         plan = looks.plan(candidate)
         assert any(unit.early for unit in plan.units) != clipping
@@ -265,19 +265,19 @@ def test_long_steps_are_compared_by_a_few_of_their_micro_batches(clipping: bool)
 
 
 def test_however_wrong_extended_steps_are_no_simple_plan_is_faster(monkeypatch: pytest.MonkeyPatch):
-    cost_s = Looks.cost_s
+    cost_s = Evaluations.cost_s
     asked = set[bool]()
 
-    def wrong(self: Looks, plan: Plan, away: Away | None, *, in_full: bool = True) -> float:
+    def wrong(self: Evaluations, plan: Plan, away: ActivationPolicy | None, *, in_full: bool = True) -> float:
         asked.add(in_full)
         found_s = cost_s(self, plan, away, in_full=in_full)
         return found_s if in_full else 1 / found_s
 
-    monkeypatch.setattr(Looks, "cost_s", wrong)
+    monkeypatch.setattr(Evaluations, "cost_s", wrong)
     on_disk = property(lambda self: self.plan(self.choice.uniform(ALL_DISK)))  # so that only poor plans are left
-    monkeypatch.setattr(Looks, "today", on_disk)
-    monkeypatch.setattr(_Search, "_best_filled", lambda *_: [])
-    monkeypatch.setattr(_Search, "_firsts", lambda _: [])
+    monkeypatch.setattr(Evaluations, "today", on_disk)
+    monkeypatch.setattr(_PlanSearch, "_best_filled", lambda *_: [])
+    monkeypatch.setattr(_PlanSearch, "_firsts", lambda _: [])
     job = job_of(9, 4, 20, 60, micro_batches=11)
     found = search(job)
     assert asked == {True, False}
@@ -288,7 +288,7 @@ def test_however_wrong_extended_steps_are_no_simple_plan_is_faster(monkeypatch: 
 
 
 def test_short_steps_are_compared_in_full():
-    looks = Looks(job_of(9, 4, 20, 60, micro_batches=4))
+    looks = Evaluations(job_of(9, 4, 20, 60, micro_batches=4))
     plan = looks.plan(looks.choice.uniform(ALL_HOST))
     assert looks.simulation(plan, None, in_full=False) is looks.simulation(plan, None)
 
@@ -312,8 +312,8 @@ def test_updates_move_and_none_is_lost():
 
 
 def test_room_that_a_change_left_goes_to_nearer_kinds_of_the_plan():
-    search = _Search(job_of(10, 1, 8, 30))
-    far, near = Kind("host", "host", "disk"), Kind("device", "host", "host")
+    search = _PlanSearch(job_of(10, 1, 8, 30))
+    far, near = UnitHomes("host", "host", "disk"), UnitHomes("device", "host", "host")
     full = search._fillings.fill(search._choice.uniform(far), near)
     count = full.kinds.count(near)
     loose = dataclasses.replace(full, kinds=(near,) * (count - 2) + (far,) * (11 - count + 2))
@@ -323,7 +323,7 @@ def test_room_that_a_change_left_goes_to_nearer_kinds_of_the_plan():
 
 def test_host_memory_that_units_on_the_device_leave_goes_to_the_next_units():
     """Units are filled from the first on. So those on the device were in host memory before, and leave room there."""
-    search = _Search(job_of(16, 4, 6, 40))
+    search = _PlanSearch(job_of(16, 4, 6, 40))
     filled = search._fillings.fill(search._choice.uniform(ALL_DISK, TIGHT), ALL_HOST)
     moved = search._fillings.fill(filled, ALL_DEVICE)
     number, before = (each.kinds.count(kind) for each, kind in ((moved, ALL_DEVICE), (filled, ALL_HOST)))
@@ -361,7 +361,7 @@ def test_of_plans_that_are_about_as_fast_the_one_that_writes_least_is_taken(monk
 
 def test_small_losses_for_less_writing_do_not_add_up():
     """All times are compared with the fastest plan. Of plans that write as much, the fastest counts."""
-    looks = Looks(job_of(3, 1, 2, 9))
+    looks = Evaluations(job_of(3, 1, 2, 9))
     plans = [(looks.plan(c), c) for c in map(looks.choice.uniform, (ALL_DISK, ALL_HOST, ALL_DEVICE, KINDS[1]))]
     seconds = [(1.0, 1.0), (1.008, 0.5), (1.007, 0.501), (1.016, 0.0)]
     simulations = [Simulation(step_s, written_s, {}, 1, lambda: None) for step_s, written_s in seconds]
@@ -389,7 +389,7 @@ def assert_no_slower_than_decoding(job: Job, whole: Found, found: Found) -> None
     """
     fewer, more = (tier_bytes(model, whole.bare) for model in (job.model, whole.looks.job.model))
     assert fewer["host"] + fewer["disk"] <= more["host"] + more["disk"]
-    decoded = Looks(job).simulation(whole.bare, whole.candidate.saves)
+    decoded = Evaluations(job).simulation(whole.bare, whole.candidate.saves)
     assert found.simulation.step_s <= 1.01 * decoded.step_s
 
 
@@ -427,8 +427,8 @@ def test_is_near_the_best_of_all(seed: int):
 
 def test_what_wears_the_drive_must_gain_something():
     job = job_of(6, device=2, host=9, disk=9)
-    looks = Looks(job)
-    host, disk = (looks.choice.uniform(kind) for kind in (ALL_HOST, Kind("host", "host", "disk")))
+    looks = Evaluations(job)
+    host, disk = (looks.choice.uniform(kind) for kind in (ALL_HOST, UnitHomes("host", "host", "disk")))
     assert looks.seconds(host) == looks.simulation(looks.plan(host), None).step_s
     written_s = 6 * 12 * MIB / job.rates.bytes_per_s["disk_write"]
     step_s = looks.simulation(looks.plan(disk), None).step_s
@@ -455,8 +455,8 @@ def test_many_units_take_seconds():
 
 
 def test_the_root_comes_first_in_the_order_and_stays_there():
-    choice = _Search(dataclasses.replace(job_of(10, 1, 8, 30), model=layered(10)))._choice
-    plain = choice.uniform(Kind("host", "host", "host"))
+    choice = _PlanSearch(dataclasses.replace(job_of(10, 1, 8, 30), model=layered(10)))._choice
+    plain = choice.uniform(UnitHomes("host", "host", "host"))
     (rooted,) = choice.turned(plain)
     assert rooted.first == (0,)
     assert not list(choice.turned(rooted))
@@ -467,8 +467,8 @@ def test_the_root_comes_first_in_the_order_and_stays_there():
 
 def test_on_several_ranks_the_root_comes_first_anyway():
     job = dataclasses.replace(job_of(10, 1, 8, 30), model=layered(10).among(2, 0, 2))
-    choice = _Search(job)._choice
-    assert not list(choice.turned(choice.uniform(Kind("host", "host", "host"))))
+    choice = _PlanSearch(job)._choice
+    assert not list(choice.turned(choice.uniform(UnitHomes("host", "host", "host"))))
     firsts = [choice.moved(choice.uniform(ALL_HOST), random.Random(i)).first for i in range(40)]
     assert any(0 not in first and len(first) for first in firsts)
     assert any(0 in first for first in firsts)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outcore.order.weight_cache import Cache, Held, Move, Use, belady, nothing_held, slot_sizes, weight_moves
+from outcore.order.weight_cache import Cache, HeldUnits, Move, Use, belady, nothing_held, slot_sizes, weight_moves
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Phase, Visit, usual_visits
@@ -122,9 +122,11 @@ def test_every_visit_finds_its_weights(loop: tuple[ModelSpec, Plan, tuple[Visit,
         assert held == step.held
 
 
-def replay(spec: ModelSpec, the_plan: Plan, order: Sequence[Visit], held: Held, moves: Sequence[Move]) -> Held:
+def replay(
+    spec: ModelSpec, the_plan: Plan, order: Sequence[Visit], held: HeldUnits, moves: Sequence[Move]
+) -> HeldUnits:
     """Make the moves of a step when they are due and check each. Returns what the slots hold at the end."""
-    slots = {tier: list(getattr(held, tier)) for tier in Held._fields}
+    slots = {tier: list(getattr(held, tier)) for tier in HeldUnits._fields}
     period, waiting = len(order), list(moves)
     homes = [unit.weights for unit in the_plan.units]
     trained = {v.unit for v in order if v.phase is Phase.BACKWARD and spec.units[v.unit].trainable}
@@ -140,7 +142,7 @@ def replay(spec: ModelSpec, the_plan: Plan, order: Sequence[Visit], held: Held, 
         assert homes[visit.unit] == "device" or not spec.units[visit.unit].weight_bytes or visit.unit in slots["device"]
     assert not waiting
     assert all(move.use < period for move in moves if move.unit in trained)
-    return Held(*(tuple(None if unit in trained else unit for unit in slots[tier]) for tier in Held._fields))
+    return HeldUnits(*(tuple(None if unit in trained else unit for unit in slots[tier]) for tier in HeldUnits._fields))
 
 
 def check_move(move: Move, now: int, order: Sequence[Visit], slots: list[int | None], trained: set[int]) -> None:

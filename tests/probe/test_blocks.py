@@ -31,7 +31,7 @@ from outcore.probe import block_times as blocks
 from outcore.probe import kept_blocks
 from outcore.probe.block_times import Speed
 from outcore.probe.kept_blocks import KeptBlocks, with_times
-from outcore.probe.loads import Load
+from outcore.probe.loads import ProbeLoad
 from outcore.probe.measured_machines import Machine, Measured, versions
 from outcore.probe.small_block import SmallBlock
 from outcore.spec.hardware import Hardware
@@ -135,8 +135,8 @@ def test_the_speed_is_that_of_loads_without_autocast(monkeypatch):
     """Whatever the user's settings are. None of the user's random numbers is drawn for it."""
     dtypes = []
     monkeypatch.setattr(blocks, "usual_speed", lambda load, seconds: dtypes.append(load.turn()) or 1.0)
-    monkeypatch.setattr(blocks, "blocks", lambda device: Load("compute", 1.0, partial(dtype_of_forward, device)))
-    monkeypatch.setattr(blocks, "products", lambda *given: Load("compute", 1.0, dtype_of_product))
+    monkeypatch.setattr(blocks, "blocks", lambda device: ProbeLoad("compute", 1.0, partial(dtype_of_forward, device)))
+    monkeypatch.setattr(blocks, "products", lambda *given: ProbeLoad("compute", 1.0, dtype_of_product))
 
     def dtype_of_product() -> torch.dtype:
         one = torch.ones(2, 2, dtype=torch.float32)

@@ -38,7 +38,7 @@ from outcore.probe import compute_rates as work
 from outcore.probe import links
 from outcore.probe import measure as measuring
 from outcore.probe import measured_machines as kept
-from outcore.probe.loads import Load, speeds
+from outcore.probe.loads import ProbeLoad, speeds
 from outcore.probe.measure import MIB, Effort, measure, product_flops
 from outcore.probe.measured_machines import Machine
 from outcore.probe.samples import line, parts, usual_s
@@ -64,7 +64,7 @@ def test_a_slow_moment_of_a_link_does_not_decide(tmp_path, monkeypatch):
     """One of three rounds is a thousand times slower; the first of all turns says whether long transfers are taken."""
     seen = Counter[tuple[str, float]]()
 
-    def rate(load: Load, window_s: float) -> float:
+    def rate(load: ProbeLoad, window_s: float) -> float:
         seen[load.link, load.amount] += 1
         return 1e6 if seen[load.link, load.amount] == 2 else 1e9
 
@@ -80,7 +80,7 @@ def test_every_round_measures_everything(tmp_path, monkeypatch):
     """A machine changes its speed in moments of seconds: rounds of one thing alone could all lie in a slow one."""
     order = list[str]()
 
-    def rate(load: Load, window_s: float) -> float:
+    def rate(load: ProbeLoad, window_s: float) -> float:
         order.append(load.link)
         return 1e9
 
@@ -128,7 +128,7 @@ class TestLoads:
             with lock:
                 time.sleep(0.01)  # longer than a busy machine needs to wake a thread
 
-        loads = [Load("update", 2.0, turn), Load("compute", 1.0, turn, is_compute=True)]
+        loads = [ProbeLoad("update", 2.0, turn), ProbeLoad("compute", 1.0, turn, is_compute=True)]
         sums = []
         for _ in range(5):  # other programs may slow either down for a while
             alone, together = speeds(loads[:1], 0.2)["update"], speeds(loads, 0.4)
@@ -147,7 +147,7 @@ class TestLoads:
 
         monkeypatch.setattr(threading.Thread, "start", only_one)
         with pytest.raises(RuntimeError, match="can't start"):
-            speeds([Load("h2d", 1.0, lambda: time.sleep(0.001)), Load("d2h", 1.0, lambda: None)], 0.01)
+            speeds([ProbeLoad("h2d", 1.0, lambda: time.sleep(0.001)), ProbeLoad("d2h", 1.0, lambda: None)], 0.01)
         assert not started[0].is_alive()
 
     def test_an_error_ends_all_of_them(self):
@@ -155,7 +155,7 @@ class TestLoads:
             raise DiskError("it broke")
 
         with pytest.raises(DiskError, match="it broke"):
-            speeds([Load("disk_read", 1.0, fail), Load("compute", 1.0, lambda: None, is_compute=True)], 5.0)
+            speeds([ProbeLoad("disk_read", 1.0, fail), ProbeLoad("compute", 1.0, lambda: None, is_compute=True)], 5.0)
 
 
 def test_kernels_of_the_small_block_are_those_that_a_model_is_counted_by():

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outcore.command.train.command_ranks import Crew, SaidElsewhereError
+from outcore.command.train.command_ranks import CommandRanks, SaidElsewhereError
 from outcore.command.train.spawn import num_processes
 from outcore.core.errors import ConfigError, LaneError
 from outcore.core.ranks import OtherRankError
@@ -272,7 +272,7 @@ class Store:
 
 def test_ranks_are_told_of_any_size():
     store = TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False)
-    teller, hearer = Crew(0, 2, store), Crew(1, 2, store)
+    teller, hearer = CommandRanks(0, 2, store), CommandRanks(1, 2, store)
     late = threading.Timer(0.2, hearer.gather)
     late.start()
     teller.gather()
@@ -287,7 +287,7 @@ def test_ranks_are_told_of_any_size():
 def test_rank_0_ends_when_all_have_heard():
     """The store that they share may end with its process."""
     store = Store()
-    teller, hearer = Crew(0, 2, store), Crew(1, 2, store)
+    teller, hearer = CommandRanks(0, 2, store), CommandRanks(1, 2, store)
     teller.tell("all is done")
     ending = threading.Thread(target=teller.end)
     ending.start()
@@ -311,7 +311,7 @@ def test_who_waits_until_rank_0_has_said_it():
         (ConfigError("damaged while it ran"), True, None),
     ):
         store = Store()
-        crew = Crew(1, 2, store)
+        crew = CommandRanks(1, 2, store)
         crew.has_begun = has_begun
         said = threading.Timer(0.0 if has_begun else 0.3, store.set, ("outcore/said", "1"))
         said.start()

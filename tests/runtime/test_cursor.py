@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outcore.engine.streamed_weights import MAX_VISITS, Cursor, Round
-from outcore.order.weight_cache import Held, Move, Moves
+from outcore.engine.streamed_weights import MAX_VISITS, Cursor, EvaluationRound
+from outcore.order.weight_cache import HeldUnits, Move, Moves
 from outcore.spec.schedule import Phase, Visit
 
-NOTHING = Held((), ())
+NOTHING = HeldUnits((), ())
 UNITS = st.lists(st.integers(0, 4), max_size=10)
 
 
@@ -77,7 +77,7 @@ def test_moves_are_decided_anew_only_for_another_step():
         due_after(follower, units)
         follower.restart(NOTHING)
     assert decide.count == 2
-    follower.restart(Held((3,), ()))
+    follower.restart(HeldUnits((3,), ()))
     assert decide.count == 3
 
 
@@ -116,7 +116,7 @@ def test_an_endless_step_does_not_fill_the_memory():
 
 
 def test_a_round_ends_where_it_begins_again():
-    follower = Round(Decider(), (), NOTHING)
+    follower = EvaluationRound(Decider(), (), NOTHING)
     found = []
     for visit in visits("1123123"):
         follower.follow_round(visit, lambda: NOTHING)
@@ -127,7 +127,7 @@ def test_a_round_ends_where_it_begins_again():
 
 def test_a_round_that_begins_elsewhere_is_cut():
     # An encoder runs once, then a decoder runs for each token.
-    follower = Round(Decider(), (), NOTHING)
+    follower = EvaluationRound(Decider(), (), NOTHING)
     for visit in visits("12" + "345" * 3):
         follower.follow_round(visit, lambda: NOTHING)
     assert follower.expected == tuple(visits("345"))

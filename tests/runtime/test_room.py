@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from outcore.engine.activations.room import Lease, Room
+from outcore.engine.activations.room import ActivationRoom, Lease
 
 
 class FakeMeter:
@@ -24,7 +24,7 @@ class FakeMeter:
 
 
 def test_takes_what_there_is_and_no_more():
-    room = Room(100)
+    room = ActivationRoom(100)
     first, second = room.lease(60), room.lease(40)
     assert (room.free_bytes, room.lease(1)) == (0, None)
     first.release()
@@ -36,7 +36,7 @@ def test_takes_what_there_is_and_no_more():
 
 
 def test_a_lease_grows_until_there_is_no_room():
-    room = Room(100)
+    room = ActivationRoom(100)
     lease = Lease(room)
     assert lease.grow(70)
     assert not lease.grow(31)
@@ -45,7 +45,7 @@ def test_a_lease_grows_until_there_is_no_room():
 
 
 def test_goes_back_in_backward_or_with_the_graph():
-    room = Room(100)
+    room = ActivationRoom(100)
 
     def result() -> torch.Tensor:
         made = torch.ones(2, requires_grad=True) * 2
@@ -66,7 +66,7 @@ def test_goes_back_in_backward_or_with_the_graph():
 
 def test_closed_until_a_step_without_anything_kept_was_measured():
     meter = FakeMeter()
-    room = Room(1000, meter)
+    room = ActivationRoom(1000, meter)
     room.expect(10)
     assert (room.free_bytes, meter.num_starts) == (0, 1)
     meter.peak = 400
@@ -83,7 +83,7 @@ def test_closed_until_a_step_without_anything_kept_was_measured():
 
 def test_larger_arguments_close_it_until_a_step_in_which_nothing_was_kept():
     meter = FakeMeter()
-    room = Room(1000, meter)
+    room = ActivationRoom(1000, meter)
     room.expect(10)
     meter.peak = 80
     room.end_step()

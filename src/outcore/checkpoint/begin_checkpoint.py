@@ -15,14 +15,14 @@ from outcore.engine.engine import Engine
 from outcore.memory.files.checkpoint_file import PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
 from outcore.memory.limits import disk_free_bytes
-from outcore.spec.manifest import Block, Manifest
+from outcore.spec.manifest import ChecksummedBlock, Manifest
 
 
 @contextmanager
 def begun(
     engine: Engine,
     target: Path,
-    describe: Callable[[Mapping[str, tuple[Block, ...]]], Manifest],
+    describe: Callable[[Mapping[str, tuple[ChecksummedBlock, ...]]], Manifest],
     tidy_up: Callable[[], object],
 ) -> Iterator[tuple[PartOfCheckpoint, Save]]:
     """Make a checkpoint of what the block writes and submits. If the block raises, nothing of it stays.

@@ -65,7 +65,7 @@ def export_checkpoint(source: Path, directory: Path, form: Format, *, merge: boo
         raise ConfigError(f"export: expected a folder that is empty or not there yet, but got '{directory}'")
     with _found(source) as (path, manifest):
         if manifest is not None:
-            said = _export(_Saved(path, manifest), directory, form, merge=merge)
+            said = _export(_CheckpointTensors(path, manifest), directory, form, merge=merge)
         else:
             said = _export_files(path, directory, form, merge=merge)
         return f"{path}, {said}" if said else ""
@@ -93,7 +93,7 @@ def _has_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (_CONFIG, _ADAPTER_CONFIG))
 
 
-def _export(saved: _Saved, directory: Path, form: Format, *, merge: bool) -> str:
+def _export(saved: _CheckpointTensors, directory: Path, form: Format, *, merge: bool) -> str:
     is_adapter = (saved.library / _ADAPTER_CONFIG).is_file()
     if merge and (form != "hf" or not is_adapter):
         raise ConfigError("--merge: expected a model with adapters, and the format hf; leave it out")
@@ -133,7 +133,7 @@ def _export_files(folder: Path, directory: Path, form: Format, *, merge: bool) -
     return "adapters as peft reads them (--merge merges them)" if is_adapter else "as from_pretrained reads it"
 
 
-class _Saved:
+class _CheckpointTensors:
     """Tensors of a checkpoint, read from mapped files."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -199,14 +199,14 @@ def _built(library: Path) -> nn.Module:
         return get_peft_model(kind(config), adapter)
 
 
-def _names_of(model: nn.Module, saved: _Saved) -> dict[str, str]:
+def _names_of(model: nn.Module, saved: _CheckpointTensors) -> dict[str, str]:
     """Map every name of a tensor to the one under which it was saved. Tied tensors have several names."""
     known = set(saved.weights)
     by_tensor = {id(p.tensor): p.name for p in places(model) if p.name in known}
     return {p.name: by_tensor.get(id(p.tensor), p.name) for p in places(model)}
 
 
-def _write_groups(saved: _Saved, directory: Path, groups: list[Group], names: dict[str, str]) -> None:
+def _write_groups(saved: _CheckpointTensors, directory: Path, groups: list[Group], names: dict[str, str]) -> None:
     def read(name: str) -> torch.Tensor:
         return saved.weight(names.get(name, name))
 
@@ -219,12 +219,12 @@ def _write_groups(saved: _Saved, directory: Path, groups: list[Group], names: di
     _copy_library(saved, directory)
 
 
-def _copy_library(saved: _Saved, directory: Path) -> None:
+def _copy_library(saved: _CheckpointTensors, directory: Path) -> None:
     if saved.library.is_dir():
         copy_files(saved.library, directory)
 
 
-def _write_adapters(saved: _Saved, directory: Path) -> None:
+def _write_adapters(saved: _CheckpointTensors, directory: Path) -> None:
     from peft import get_peft_model_state_dict
 
     model: Any = _built(saved.library)
@@ -237,7 +237,7 @@ def _write_adapters(saved: _Saved, directory: Path) -> None:
     Path(directory, _CONFIG).unlink()  # the base model's
 
 
-def _write_dcp(saved: _Saved, directory: Path) -> None:
+def _write_dcp(saved: _CheckpointTensors, directory: Path) -> None:
     """Write one file per tensor: otherwise torch's writer keeps all of them in memory."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save

@@ -20,7 +20,7 @@ from outcore.engine.checkpoint_saves import Save
 from outcore.engine.engine import Engine
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import torch_dtype
-from outcore.engine.values.access import Access, own_states
+from outcore.engine.values.access import ValueAccess, own_states
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.memory.files.weights_layout import TensorSpec, safetensors_header
@@ -159,7 +159,7 @@ def write_units(
             header = b""
 
 
-def load_param(access: Access, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
+def load_param(access: ValueAccess, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
     """Replace a parameter and its states by the saved ones."""
     spec = unit.spec.params[index]
     name = f"model.{spec.name}"
@@ -167,7 +167,7 @@ def load_param(access: Access, unit: Unit, index: int, path: Path, manifest: Man
     load_states_of(access, unit, index, path, manifest)
 
 
-def load_states_of(access: Access, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
+def load_states_of(access: ValueAccess, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
     """Replace the states of a parameter by the saved ones, but not its weight."""
     spec = unit.spec.params[index]
     is_so = _is_stored_so(manifest, unit, index)

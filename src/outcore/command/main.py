@@ -30,7 +30,7 @@ from outcore.core.ranks import launched
 
 if TYPE_CHECKING:
     from outcore.command.plan.question import Question
-    from outcore.command.train.command_ranks import Crew
+    from outcore.command.train.command_ranks import CommandRanks
 
 app = CommandLine(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -251,10 +251,10 @@ def _run(method: Method, given: Mapping[str, Any]) -> None:
         count = num_processes(given["nproc"])
         if count is not None:
             raise typer.Exit(spawn(count, ("-m", "outcore", *sys.argv[1:])))
-    from outcore.command.train.command_ranks import Crew
+    from outcore.command.train.command_ranks import CommandRanks
     from outcore.command.train.output.notices import notices
 
-    crew = Crew.join()
+    crew = CommandRanks.join()
     try:
         with notices(are_shown=crew.is_first):
             from outcore.command.train.follow import follow_train
@@ -274,7 +274,7 @@ def _run(method: Method, given: Mapping[str, Any]) -> None:
         raise typer.Exit(_said_once(crew, error)) from error
 
 
-def _said_once(crew: Crew, error: Exception) -> int:
+def _said_once(crew: CommandRanks, error: Exception) -> int:
     """Report an error on one rank only. Returns: The exit status. See ``crew``, [Note: who speaks]."""
     told = None if crew.is_first else crew.told(error)
     if told is not None:

@@ -12,7 +12,7 @@ from outcore.core.errors import ConfigError, DiskError, OutcoreError, Unsupporte
 from outcore.core.quantities import format_bytes
 from outcore.device.opening import device_of_rank, open_device
 from outcore.memory.topology import Others
-from outcore.probe.links import Between, measure_links
+from outcore.probe.links import RankConnection, measure_links
 from outcore.probe.measured_machines import Machine, Measured
 from outcore.ranks.world import World, join_world
 from outcore.spec.hardware import Hardware
@@ -58,7 +58,7 @@ def probe(*, disks: Sequence[Path], device: str | None, out: Path | None) -> str
     return text
 
 
-def _measured(machine: Machine, out: Path | None, between: Between | None = None) -> str:
+def _measured(machine: Machine, out: Path | None, between: RankConnection | None = None) -> str:
     others = Others()
     time.sleep(_LOOK_S)
     _refuse_busy(others.busy())  # now: a probe of a busy machine takes minutes

@@ -39,7 +39,7 @@ class StepReport:
     """What else the loop measures in these steps: name -> value."""
 
 
-class Shown(NamedTuple):
+class ProgressFunctions(NamedTuple):
     """Functions that show how far a run has come."""
 
     report: Callable[[StepReport], None]
@@ -49,7 +49,7 @@ class Shown(NamedTuple):
 
 
 @contextmanager
-def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Shown]:
+def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[ProgressFunctions]:
     """Show how far a run has come while the block runs.
 
     Args:
@@ -70,7 +70,7 @@ def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Shown]:
         room = console.width - _bar_width(console) - len(f"step {steps}/{steps} 00:00:00   ") - 1
         with _bar(console) as bar:
             task = bar.add_task("train", total=steps, completed=done, status="")
-            yield Shown(
+            yield ProgressFunctions(
                 lambda report: bar.update(task, completed=report.step, status=_fitting(parts(report), room)),
                 lambda step: bar.update(task, completed=step),
             )
@@ -84,7 +84,7 @@ def progress(console: Console, steps: int, *, done: int = 0) -> Iterator[Shown]:
             console.print(f"step {step}/{steps}  {text}  {left_s:.0f} s left", soft_wrap=True)
         before = step
 
-    yield Shown(line, lambda _: None)
+    yield ProgressFunctions(line, lambda _: None)
 
 
 def _bar(console: Console) -> Progress:

@@ -33,7 +33,7 @@ from torch import distributed
 from outcore.device.device import ACCELERATOR_SHARE, Device, aligned_bytes
 from outcore.device.faults import Faults
 from outcore.device.interrupts import IN_BACKWARD
-from outcore.device.lanes import Handle, Operation, Pace, run_on_host
+from outcore.device.lanes import Handle, QueuedOperation, Throttle, run_on_host
 from outcore.device.race import RaceChecker
 from outcore.device.recorder import Recorder
 from outcore.spec.lane_names import COPY_LANES, Lane
@@ -80,7 +80,7 @@ _watch_forks = functools.cache(_Forks)
 
 
 @final
-class Point:
+class StreamPoint:
     """A point on a stream: an event, recorded at construction or, if late, when something first depends on it."""
 
     def __init__(self, stream: torch.cuda.Stream, *, is_late: bool = False) -> None:
@@ -114,20 +114,20 @@ class Point:
 
 
 @final
-class _Anchor:
+class _ClockAnchor:
     """An event whose time on the host's clock is known, or follows from the anchor before it.
 
     ``elapsed_time`` is a float32 and loses precision over long spans, so each step records a fresh anchor.
     """
 
-    def __init__(self, event: torch.cuda.Event, at_s: float | None, before: _Anchor | None) -> None:
+    def __init__(self, event: torch.cuda.Event, at_s: float | None, before: _ClockAnchor | None) -> None:
         _OWNERS.add(self)
         self.event = event
         self._at_s, self._before = at_s, before
 
     def seconds(self) -> float:
         if self._at_s is None:
-            before = cast(_Anchor, self._before)
+            before = cast(_ClockAnchor, self._before)
             self._at_s, self._before = before.seconds() + before.event.elapsed_time(self.event) / 1e3, None
         return self._at_s
 
@@ -136,7 +136,7 @@ class _Anchor:
 class StreamMoment:
     """The moment when a stream reached an event."""
 
-    def __init__(self, event: torch.cuda.Event, anchor: _Anchor) -> None:
+    def __init__(self, event: torch.cuda.Event, anchor: _ClockAnchor) -> None:
         """Args: event: Recorded, with timing. anchor: An earlier or later event on the same device."""
         _OWNERS.add(self)
         self._event, self._anchor = event, anchor
@@ -171,17 +171,17 @@ class StreamStopwatch:
 
     def tick(self) -> None:
         """Record a fresh anchor, without waiting."""
-        self._anchor = _Anchor(self._event(), None, self._anchor)
+        self._anchor = _ClockAnchor(self._event(), None, self._anchor)
 
     def now(self) -> StreamMoment:
         """Return the current moment of the current stream."""
         return StreamMoment(self._event(), self._anchor)
 
-    def _drop_anchor(self) -> _Anchor:
+    def _drop_anchor(self) -> _ClockAnchor:
         torch.cuda.synchronize(self._torch_device)
         event = self._event()
         event.synchronize()
-        return _Anchor(event, time.perf_counter(), None)
+        return _ClockAnchor(event, time.perf_counter(), None)
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -198,14 +198,14 @@ class CudaExecution:
         self.streams = {lane: torch.cuda.Stream(torch_device) for lane in COPY_LANES}
         self.stopwatch = StreamStopwatch(torch_device)
         self._names: dict[int, str] = {}
-        self._last_states: Point | None = None
+        self._last_states: StreamPoint | None = None
         """End of the last copy on ``states_h2d``. See [Note: who has the copy engine]."""
 
     def begin_thread(self, lane: Lane | None) -> None:
         """Select the device: the current device is per thread."""
         torch.cuda.set_device(self.torch_device)
 
-    def run(self, operation: Operation, pace: Pace, recorder: Recorder) -> Point | None:
+    def run(self, operation: QueuedOperation, pace: Throttle, recorder: Recorder) -> StreamPoint | None:
         """Run an operation on its lane's stream, or on the host if it has none."""
         stream = self.streams.get(operation.lane)
         if stream is None:
@@ -225,7 +225,7 @@ class CudaExecution:
             sleep_on_stream(pace.least_s + pace.after_s)
             if start is not None:
                 recorder.add(operation.lane.value, operation.handle.name, start, self.stopwatch.now(), operation.nbytes)
-            point = Point(stream)
+            point = StreamPoint(stream)
         if operation.lane is Lane.STATES_H2D:
             self._last_states = point
         return point
@@ -345,8 +345,8 @@ class CudaDevice(Device):
         for handle in dependencies:
             self._blocked_by(handle, functools.partial(_put_behind, stream, handle))
 
-    def _compute_point(self, *, is_late: bool) -> Point:
-        return Point(torch.cuda.current_stream(self.torch_device), is_late=is_late)
+    def _compute_point(self, *, is_late: bool) -> StreamPoint:
+        return StreamPoint(torch.cuda.current_stream(self.torch_device), is_late=is_late)
 
     def _pause_compute(self, seconds: float) -> None:
         with torch.cuda.device(self.torch_device):
@@ -369,7 +369,7 @@ def _put_behind(stream: torch.cuda.Stream, handle: Handle) -> None:
 def order_behind(stream: torch.cuda.Stream, dependencies: tuple[Handle, ...]) -> None:
     """Let a stream wait for the device work of issued handles. Host work is over once it is issued."""
     for dependency in dependencies:
-        if isinstance(dependency.completion, Point):
+        if isinstance(dependency.completion, StreamPoint):
             stream.wait_event(dependency.completion.event)
 
 

@@ -31,9 +31,9 @@ from outcore.device.lanes import (
     Failures,
     Handle,
     Lanes,
-    Operation,
-    Pace,
+    QueuedOperation,
     Service,
+    Throttle,
 )
 from outcore.device.race import RaceChecker
 from outcore.device.recorder import Recorder
@@ -52,7 +52,7 @@ def aligned_bytes(nbytes: int, torch_device: torch.device) -> torch.Tensor:
     return memory.narrow(0, -memory.data_ptr() % PAGE_BYTES, nbytes)
 
 
-class Meter(Protocol):
+class MemoryMeter(Protocol):
     """Measures device memory."""
 
     def start(self) -> None:
@@ -146,7 +146,7 @@ class Device(Closing):
         clock = self._declare(lane.value, name, *((reads, writes, dependencies) if counts else ((), (), ())))
         handle = Handle(name, lane.value, self._lanes, clock)
         nbytes = sum([stop - start for _, start, stop in writes])
-        self._lanes.submit(Operation(handle, lane, work, dependencies, nbytes, is_due))
+        self._lanes.submit(QueuedOperation(handle, lane, work, dependencies, nbytes, is_due))
         if self.faults.serial:
             self._blocked_by(handle, self._finish)
         return handle
@@ -314,7 +314,7 @@ class Device(Closing):
         """Bytes of device memory in all, free or in use."""
 
     @abc.abstractmethod
-    def meter(self) -> Meter | None:
+    def meter(self) -> MemoryMeter | None:
         """Return a meter of memory taken beyond what is in use now; None if that memory is not the device tier's."""
 
     @abc.abstractmethod
@@ -364,10 +364,10 @@ class Device(Closing):
             raise LaneError(_in_child(what, self.pid))
 
 
-_AT_ONCE = Pace()
+_AT_ONCE = Throttle()
 
 
-def _at_once(_: Operation) -> Pace:
+def _at_once(_: QueuedOperation) -> Throttle:
     """No operation is slowed down."""
     return _AT_ONCE
 

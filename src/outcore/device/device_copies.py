@@ -15,7 +15,7 @@ _COLUMNS = 4093
 
 
 @final
-class Sum:
+class DeviceChecksum:
     """``sum_of_words`` of memory on a device, taken at the first call of ``take`` and then kept."""
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ class Sum:
             return self._value
 
 
-class Aside:
+class DeviceCopies:
     """Copies and sums on one device.
 
     On CUDA it has its own stream: on the default stream its work would wait behind all work of compute.
@@ -55,13 +55,13 @@ class Aside:
         with self._here():
             target.copy_(source)
 
-    def take(self, sums: Iterable[Sum]) -> None:
+    def take(self, sums: Iterable[DeviceChecksum]) -> None:
         """Take the sums that are not taken yet."""
         with self._here():
             for each in sums:
                 each.take()
 
-    def is_sum_of(self, before: Sum, memory: torch.Tensor) -> bool:
+    def is_sum_of(self, before: DeviceChecksum, memory: torch.Tensor) -> bool:
         """Whether ``sum_of_words`` of the memory still equals an earlier sum."""
         with self._here():
             return torch.equal(sum_of_words(memory), before.take())

@@ -21,9 +21,9 @@ import torch
 from outcore.core.errors import ConfigError
 from outcore.device.lanes import (
     Handle,
-    Operation,
-    Pace,
+    QueuedOperation,
     Service,
+    Throttle,
     closed_failure,
     refuse_closed,
     refuse_on_lane,
@@ -92,11 +92,11 @@ class Delays:
         """Draw the pauses in seconds before and after the next operation of ``lane``."""
         return self._draw_s(lane.value), self._draw_s(lane.value)
 
-    def pace(self, operation: Operation) -> Pace:
+    def pace(self, operation: QueuedOperation) -> Throttle:
         """Draw the pace of an operation, which is the next of its lane."""
         before_s, after_s = self.around(operation.lane)
         bytes_per_s = self._bytes_per_s.get(operation.lane.value)
-        return Pace(before_s, operation.nbytes / bytes_per_s if bytes_per_s else 0.0, after_s)
+        return Throttle(before_s, operation.nbytes / bytes_per_s if bytes_per_s else 0.0, after_s)
 
     def compute_s(self) -> float:
         """Draw the pause in seconds before the next access of compute."""
@@ -123,18 +123,18 @@ class PermutedLanes:
     def __init__(self, service: Service, seed: int) -> None:
         self.hang_up: Callable[[], None] | None = None
         """Ends waits for other ranks; None without other ranks."""
-        self._meetings: dict[Lane, tuple[SimpleQueue[Operation | None], threading.Thread]] = {}
+        self._meetings: dict[Lane, tuple[SimpleQueue[QueuedOperation | None], threading.Thread]] = {}
         self._under_way: list[Handle] = []
         """Meetings that run, and those queued behind them on their lanes."""
         self._service = service
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._is_closed = False
-        self._queues: dict[Lane, deque[Operation]] = {lane: deque() for lane in Lane}
+        self._queues: dict[Lane, deque[QueuedOperation]] = {lane: deque() for lane in Lane}
         self._turns: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         (self._thread,) = start_threads({"outcore-permuted": self._serve})
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: QueuedOperation) -> None:
         """Queue an operation; at random run up to three operations that are ready."""
         if threading.current_thread() is self._thread:
             refuse_on_lane(f"submit '{operation.handle.name}'")
@@ -207,14 +207,14 @@ class PermutedLanes:
         over.wait()
         return True
 
-    def _turn(self, operation: Operation, over: threading.Event) -> None:
+    def _turn(self, operation: QueuedOperation, over: threading.Event) -> None:
         run_operation(operation, self._service)
         over.set()
 
-    def _begin_meeting(self, operation: Operation) -> None:
+    def _begin_meeting(self, operation: QueuedOperation) -> None:
         lane = operation.lane
         if lane not in self._meetings:
-            meetings: SimpleQueue[Operation | None] = SimpleQueue()
+            meetings: SimpleQueue[QueuedOperation | None] = SimpleQueue()
             (thread,) = start_threads({f"outcore-{lane.value}": partial(self._meet, lane, meetings)})
             self._meetings[lane] = meetings, thread
         self._under_way.append(operation.handle)
@@ -228,7 +228,7 @@ class PermutedLanes:
             handle.block(_MOMENT_S)
         return was_any
 
-    def _meet(self, lane: Lane, meetings: SimpleQueue[Operation | None]) -> None:
+    def _meet(self, lane: Lane, meetings: SimpleQueue[QueuedOperation | None]) -> None:
         torch.set_grad_enabled(False)
         self._service.execution.begin_thread(lane)
         while (operation := meetings.get()) is not None:

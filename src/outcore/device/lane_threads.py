@@ -24,7 +24,7 @@ from outcore.device.interrupts import IN_BACKWARD
 from outcore.device.lanes import (
     Failure,
     Handle,
-    Operation,
+    QueuedOperation,
     Service,
     closed_failure,
     refuse_closed,
@@ -64,9 +64,9 @@ class ThreadedLanes:
         self._lock = threading.RLock()
         self._is_closed = False
         self._stall: Failure | None = None
-        self._queues: dict[Lane, SimpleQueue[Operation | None]] = {lane: SimpleQueue() for lane in Lane}
+        self._queues: dict[Lane, SimpleQueue[QueuedOperation | None]] = {lane: SimpleQueue() for lane in Lane}
         self._last: dict[Lane, Handle] = {}
-        self._heads: dict[str, Operation] = {}  # the operation that each lane runs, or is about to run
+        self._heads: dict[str, QueuedOperation] = {}  # the operation that each lane runs, or is about to run
         self._threads: tuple[threading.Thread, ...] = ()
         self._start([lane for lane in Lane if lane not in RANK_LANES])
 
@@ -77,7 +77,7 @@ class ThreadedLanes:
         self._idents = frozenset(thread.ident for thread in self._threads)
         self._waiting = [lane for lane in RANK_LANES if lane not in lanes]
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: QueuedOperation) -> None:
         """Queue an operation at the end of its lane."""
         if threading.get_ident() in self._idents:
             refuse_on_lane(f"submit '{operation.handle.name}'")
@@ -183,7 +183,7 @@ class ThreadedLanes:
         return not any(thread.is_alive() for thread in others)
 
 
-def _give_up(operation: Operation, reason: str) -> Failure:
+def _give_up(operation: QueuedOperation, reason: str) -> Failure:
     """Fail an operation that still runs, so that everything that waits for it ends."""
     handle = operation.handle
     error = LaneError(

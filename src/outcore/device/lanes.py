@@ -108,7 +108,7 @@ class Lanes(Protocol):
     hang_up: Callable[[], None] | None
     """Ends waits for other ranks; None without other ranks."""
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: QueuedOperation) -> None:
         """Queue an operation."""
 
     def wait_issued(self, handle: Handle) -> None:
@@ -226,7 +226,7 @@ After = ledger.After[Handle]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Operation:
+class QueuedOperation:
     """One entry of a lane's queue."""
 
     handle: Handle
@@ -239,7 +239,7 @@ class Operation:
     """Called when the operation's turn comes. If false, the operation is over at once, without waiting."""
 
 
-class Pace(NamedTuple):
+class Throttle(NamedTuple):
     """How an operation is slowed down on purpose."""
 
     before_s: float = 0.0
@@ -258,7 +258,7 @@ class Execution(Protocol):
     def begin_thread(self, lane: Lane | None) -> None:
         """Set up the calling thread to serve ``lane``, or any lane if None."""
 
-    def run(self, operation: Operation, pace: Pace, recorder: Recorder) -> Completion | None:
+    def run(self, operation: QueuedOperation, pace: Throttle, recorder: Recorder) -> Completion | None:
         """Order the operation behind its dependencies, all issued by now, and run its work at a pace."""
 
     def stream_name(self) -> str:
@@ -278,7 +278,7 @@ class HostExecution:
     def begin_thread(self, lane: Lane | None) -> None:
         """Nothing to set up."""
 
-    def run(self, operation: Operation, pace: Pace, recorder: Recorder) -> None:
+    def run(self, operation: QueuedOperation, pace: Throttle, recorder: Recorder) -> None:
         """Run the work."""
         run_on_host(operation, pace, recorder)
 
@@ -296,7 +296,7 @@ def pause(seconds: float) -> None:
         time.sleep(seconds)
 
 
-def run_on_host(operation: Operation, pace: Pace, recorder: Recorder) -> None:
+def run_on_host(operation: QueuedOperation, pace: Throttle, recorder: Recorder) -> None:
     """Run work that is over when it returns."""
     start_s = time.perf_counter()
     pause(pace.before_s)
@@ -314,12 +314,12 @@ class Service:
     """What lanes need in order to run operations."""
 
     execution: Execution
-    pace: Callable[[Operation], Pace]
+    pace: Callable[[QueuedOperation], Throttle]
     failures: Failures
     recorder: Recorder
 
 
-def run_operation(operation: Operation, service: Service) -> None:
+def run_operation(operation: QueuedOperation, service: Service) -> None:
     """Run one operation and settle its handle, even if the work raises."""
     handle = operation.handle
     try:
@@ -344,7 +344,7 @@ def closed_failure(operation: str, lane: str) -> Failure:
     return Failure(error, operation, lane)
 
 
-def refuse_closed(operation: Operation) -> NoReturn:
+def refuse_closed(operation: QueuedOperation) -> NoReturn:
     """Raise for a submission to closed lanes."""
     raise LaneError(
         f"expected an open device for '{operation.handle.name}' on lane {operation.lane.value}, but it is closed; "

@@ -34,7 +34,7 @@ ACTORS = (HOST, COMPUTE, *(lane.value for lane in Lane))
 _INDEX = {actor: index for index, actor in enumerate(ACTORS)}
 
 
-class _Access(NamedTuple):
+class _RecordedAccess(NamedTuple):
     """One access: the ``tick``-th thing that ``actor`` did."""
 
     actor: int
@@ -42,14 +42,14 @@ class _Access(NamedTuple):
     name: str
 
 
-class _Piece(NamedTuple):
+class _LoggedRange(NamedTuple):
     """The remembered accesses to a range of bytes."""
 
-    write: _Access | None
-    reads: tuple[_Access, ...]
+    write: _RecordedAccess | None
+    reads: tuple[_RecordedAccess, ...]
 
 
-_UNTOUCHED = _Piece(None, ())
+_UNTOUCHED = _LoggedRange(None, ())
 
 
 @final
@@ -60,23 +60,23 @@ class _ArenaLog:
         self._starts = [0]
         self._pieces = [_UNTOUCHED]
 
-    def pieces(self, region: Region) -> Sequence[_Piece]:
+    def pieces(self, region: Region) -> Sequence[_LoggedRange]:
         """The pieces that ``region`` touches."""
         first = bisect_right(self._starts, region.start) - 1
         return self._pieces[first : bisect_left(self._starts, region.stop, first + 1)]
 
-    def add_read(self, region: Region, access: _Access, clock: Clock) -> None:
+    def add_read(self, region: Region, access: _RecordedAccess, clock: Clock) -> None:
         """Remember a read; forget the reads that happened before it."""
         first, end = self._cut(region)
         for i in range(first, end):
             write, reads = self._pieces[i]
-            self._pieces[i] = _Piece(write, (*(r for r in reads if clock[r.actor] < r.tick), access))
+            self._pieces[i] = _LoggedRange(write, (*(r for r in reads if clock[r.actor] < r.tick), access))
 
-    def add_write(self, region: Region, access: _Access) -> None:
+    def add_write(self, region: Region, access: _RecordedAccess) -> None:
         """Remember a write, which makes all earlier accesses redundant."""
         first, end = self._cut(region)
         self._starts[first:end] = [region.start]
-        self._pieces[first:end] = [_Piece(access, ())]
+        self._pieces[first:end] = [_LoggedRange(access, ())]
 
     def _cut(self, region: Region) -> tuple[int, int]:
         """Make pieces begin at both ends of ``region``; return the range of indices between them."""
@@ -149,7 +149,7 @@ class RaceChecker:
             clock = self._joined(me, after)
             tick = clock[me] + 1
             clock = (*clock[:me], tick, *clock[me + 1 :])
-            access = _Access(me, tick, name)
+            access = _RecordedAccess(me, tick, name)
             for region in reads:
                 self._check(region, access, clock, is_write=False)
             for region in writes:
@@ -207,7 +207,7 @@ class RaceChecker:
             log = self._logs[region.arena] = _ArenaLog()
         return log
 
-    def _check(self, region: Region, access: _Access, clock: Clock, *, is_write: bool) -> None:
+    def _check(self, region: Region, access: _RecordedAccess, clock: Clock, *, is_write: bool) -> None:
         for write, reads in self._log(region).pieces(region):
             if write is not None and clock[write.actor] < write.tick:
                 raise self._race(region, access, write, ("writes" if is_write else "reads", "write"))
@@ -216,7 +216,9 @@ class RaceChecker:
                     if clock[read.actor] < read.tick:
                         raise self._race(region, access, read, ("writes", "read"))
 
-    def _race(self, region: Region, access: _Access, earlier: _Access, verbs: tuple[str, str]) -> RaceError:
+    def _race(
+        self, region: Region, access: _RecordedAccess, earlier: _RecordedAccess, verbs: tuple[str, str]
+    ) -> RaceError:
         mine, theirs = self._actors[access.actor], self._actors[earlier.actor]
         if mine == HOST:
             repair = f"wait for a handle of '{earlier.name}' first"

@@ -17,7 +17,7 @@ from outcore.spec.timeline import COMPUTE, LANES, Span, Timeline
 MAX_SPANS = 2**16  # some 20 MB; 40 steps of 100 units
 
 
-class Moment(Protocol):
+class DeviceMoment(Protocol):
     """A timed point on a device's stream."""
 
     def is_over(self) -> bool:
@@ -39,7 +39,7 @@ class Stopwatch(Protocol):
     def tick(self) -> None:
         """Take note that a step begins."""
 
-    def now(self) -> float | Moment:
+    def now(self) -> float | DeviceMoment:
         """Return the current moment of the calling thread, or of its current stream."""
 
 
@@ -58,11 +58,11 @@ class HostStopwatch:
         return time.perf_counter()
 
 
-class _Entry(NamedTuple):
+class _LogEntry(NamedTuple):
     lane: str
     name: str
-    start: float | Moment
-    end: float | Moment
+    start: float | DeviceMoment
+    end: float | DeviceMoment
     nbytes: int
 
 
@@ -70,10 +70,10 @@ class _Log:
     """Takes entries from any thread, and turns those that are over into spans."""
 
     def __init__(self) -> None:
-        self._entries: deque[_Entry] = deque(maxlen=MAX_SPANS)
+        self._entries: deque[_LogEntry] = deque(maxlen=MAX_SPANS)
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)  # only the thread that calls `settle` changes these
 
-    def add(self, entry: _Entry) -> None:
+    def add(self, entry: _LogEntry) -> None:
         self._entries.append(entry)
 
     def settle(self, oldest_s: float) -> None:
@@ -91,14 +91,14 @@ class _Log:
         return tuple(sorted(found, key=lambda span: (span.start_s, -span.end_s)))
 
 
-class _Sums:
+class _WaitSums:
     """Sums of seconds by name, added up once the moments are over. Only for the thread that computes."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(LANES, 0.0)
-        self._unsettled: deque[tuple[str, Moment, Moment]] = deque()
+        self._unsettled: deque[tuple[str, DeviceMoment, DeviceMoment]] = deque()
 
-    def add(self, name: str, start: float | Moment, end: float | Moment) -> None:
+    def add(self, name: str, start: float | DeviceMoment, end: float | DeviceMoment) -> None:
         if isinstance(start, float) or isinstance(end, float):
             self._seconds[name] += _seconds(end) - _seconds(start)
         else:
@@ -128,7 +128,7 @@ class Recorder:
         self.is_on = False
         """Whether operations are kept."""
         self._stopwatch = stopwatch
-        self._sums = _Sums()
+        self._sums = _WaitSums()
         self._spans, self._waits = _Log(), _Log()
         self._steps: deque[float] = deque()
         self._num_steps = 0
@@ -149,20 +149,22 @@ class Recorder:
         """Stop recording; recorded entries stay."""
         self.is_on = False
 
-    def now(self) -> float | Moment:
+    def now(self) -> float | DeviceMoment:
         """Return the current moment of compute, or of the calling lane."""
         return self._stopwatch.now()
 
-    def add(self, lane: str, name: str, start: float | Moment, end: float | Moment, nbytes: int = 0) -> None:
+    def add(
+        self, lane: str, name: str, start: float | DeviceMoment, end: float | DeviceMoment, nbytes: int = 0
+    ) -> None:
         """Record an operation of a lane or of compute, if operations are kept."""
         if self.is_on:
-            self._spans.add(_Entry(lane, name, start, end, nbytes))
+            self._spans.add(_LogEntry(lane, name, start, end, nbytes))
 
-    def add_wait(self, lane: str, name: str, start: float | Moment, end: float | Moment) -> None:
+    def add_wait(self, lane: str, name: str, start: float | DeviceMoment, end: float | DeviceMoment) -> None:
         """Count seconds for which compute waited for an operation."""
         self._sums.add(lane, start, end)
         if self.is_on:
-            self._waits.add(_Entry(lane, name, start, end, 0))
+            self._waits.add(_LogEntry(lane, name, start, end, 0))
 
     @contextmanager
     def waiting(self, lane: str, name: str) -> Iterator[None]:
@@ -173,7 +175,7 @@ class Recorder:
         finally:
             self.add_wait(lane, name, start, self._stopwatch.now())
 
-    def add_phase(self, name: str, start: float | Moment, end: float | Moment) -> None:
+    def add_phase(self, name: str, start: float | DeviceMoment, end: float | DeviceMoment) -> None:
         """Record a phase of compute: a forward or a backward of the model, or a ``step()``."""
         self._sums.add(COMPUTE, start, end)
         self.add(COMPUTE, name, start, end)
@@ -226,13 +228,13 @@ class Recorder:
         return Timeline(self._spans.spans(), self._waits.spans())
 
 
-def _span(entry: _Entry) -> Span:
+def _span(entry: _LogEntry) -> Span:
     return Span(entry.lane, entry.name, _seconds(entry.start), _seconds(entry.end), entry.nbytes)
 
 
-def _seconds(moment: float | Moment) -> float:
+def _seconds(moment: float | DeviceMoment) -> float:
     return moment if isinstance(moment, float) else moment.seconds()
 
 
-def _is_over(moment: float | Moment) -> bool:
+def _is_over(moment: float | DeviceMoment) -> bool:
     return isinstance(moment, float) or moment.is_over()

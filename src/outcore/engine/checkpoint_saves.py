@@ -18,13 +18,13 @@ import torch
 
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.device.device import Device
-from outcore.device.device_copies import Aside, Sum
+from outcore.device.device_copies import DeviceChecksum, DeviceCopies
 from outcore.device.lanes import Handle
 from outcore.engine.unit.live_port import LivePort
 from outcore.engine.unit.tiers import Tiers
 from outcore.memory.arena import Buffer
 from outcore.memory.disk import Extent
-from outcore.order.ledger import Home, Ledger, Span
+from outcore.order.ledger import ByteSpan, Home, Ledger
 from outcore.order.saves import save_homes
 from outcore.spec.lane_names import Lane
 from outcore.spec.timeline import COMPUTE
@@ -175,14 +175,14 @@ class Save:
         return self.path
 
 
-class Saves:
+class EngineSaves:
     """The saves of one engine, one at a time."""
 
     def __init__(self, device: Device, port: LivePort, tiers: Tiers) -> None:
         self._device, self._port, self._tiers = device, port, tiers
         self.edited: set[str] = set()
         """Labels of units whose weights had changed after a copy: the next save waits for them."""
-        self.late = defaultdict[str, list[Sum]](list)
+        self.late = defaultdict[str, list[DeviceChecksum]](list)
         """Sums of units whose weights an update still sends. The first user, a call or the copy, takes them."""
         self._running: list[Save] = []
         """At most one."""
@@ -191,8 +191,8 @@ class Saves:
         self._at_exit = weakref.finalize(self, _finish, self._running, self._pid)
 
     @cached_property
-    def _aside(self) -> Aside:
-        return Aside(self._device.torch_device)
+    def _aside(self) -> DeviceCopies:
+        return DeviceCopies(self._device.torch_device)
 
     def make_room(self) -> Save | None:
         """Wait for the save before. Returns it if it failed and no caller was told."""
@@ -264,16 +264,16 @@ class Saves:
         save_homes(self._port, homes, spans, self._deed(save, work))
 
     def _unedited(
-        self, homes: Sequence[tuple[Ledger[Handle], Home[Handle]]], spans: Sequence[Span]
+        self, homes: Sequence[tuple[Ledger[Handle], Home[Handle]]], spans: Sequence[ByteSpan]
     ) -> Callable[[], AbstractContextManager[None]]:
         """Sum weights on the device. Returns a context for their copy, which raises if they have changed.
 
         See [Note: weights that are saved]. Weights that an update still sends there are summed when they are there.
         """
-        watched = list[tuple[str, torch.Tensor, Sum]]()
+        watched = list[tuple[str, torch.Tensor, DeviceChecksum]]()
         for (unit, home), span in zip(homes, spans, strict=True):
             if home.kind == "weights" and home.tier == "device" and span.nbytes:
-                watched.append((unit.name, span.memory.bytes, Sum(span.memory.bytes)))
+                watched.append((unit.name, span.memory.bytes, DeviceChecksum(span.memory.bytes)))
                 self._sum(unit, home, span, watched[-1][-1])
 
         @contextmanager
@@ -290,7 +290,7 @@ class Saves:
 
         return copied
 
-    def _sum(self, unit: Ledger[Handle], home: Home[Handle], span: Span, of: Sum) -> None:
+    def _sum(self, unit: Ledger[Handle], home: Home[Handle], span: ByteSpan, of: DeviceChecksum) -> None:
         """Take the sum now, or leave it for later if it would have to wait for an update."""
         if _is_on_its_way(home):
             self.late[unit.name].append(of)

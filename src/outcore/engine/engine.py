@@ -13,16 +13,16 @@ import torch
 
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.device.device import Device
-from outcore.engine.activations.room import Between, Room
+from outcore.engine.activations.room import ActivationRoom, SharedArguments
 from outcore.engine.attached import Attached
 from outcore.engine.gradients.homes import GradientHomes
-from outcore.engine.gradients.passes import Gradients
+from outcore.engine.gradients.passes import BackwardGradients
 from outcore.engine.gradients.ranked import RankedGradients, RankedHomes
 from outcore.engine.module.call import Services
 from outcore.engine.module.compiling import Compiling
 from outcore.engine.opened import Opened
-from outcore.engine.recompute.checks import Doubts
-from outcore.engine.streamed_weights import Weights
+from outcore.engine.recompute.checks import PendingComparisons
+from outcore.engine.streamed_weights import StreamedWeights
 from outcore.engine.unit.one_process import refuse_process_group
 from outcore.engine.unit.recovery import Recovery
 from outcore.engine.unit.unit import Beneath, Unit
@@ -30,8 +30,8 @@ from outcore.engine.updates.early_updates import EarlyUpdates
 from outcore.engine.updates.numbers import Numbers
 from outcore.engine.updates.plain import PlainUpdates
 from outcore.engine.updates.streamed import Stepper, StreamedUpdates
-from outcore.engine.updates.unit_update import Settings
-from outcore.engine.values.access import Access, States
+from outcore.engine.updates.unit_update import RuleSettings
+from outcore.engine.values.access import States, ValueAccess
 from outcore.engine.values.fill import Values
 from outcore.model.partition import Partition
 from outcore.optim.rules import UpdateRule
@@ -81,21 +81,23 @@ class Engine:
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.places |= {id(weight.param): self.places[id(weight.named[0][1])] for weight in partition.quantized}
         self._recovery = recovery = Recovery(device)
-        self.weights = Weights(self.units, order.weights, recovery, partition.spec, plan, has_steps=rule is not None)
+        self.weights = StreamedWeights(
+            self.units, order.weights, recovery, partition.spec, plan, has_steps=rule is not None
+        )
         self.gradients = self._gradients_of(promises, run_here if workers is None else workers.run_all, world)
-        self.access = Access(self.opened.tiers, order.pools, device, self.weights, world)
+        self.access = ValueAccess(self.opened.tiers, order.pools, device, self.weights, world)
         self.states = States(self.places, self.access, has_optimizer=rule is not None)
-        self.settings = Settings(rule, self.states.spec)
+        self.settings = RuleSettings(rule, self.states.spec)
         self._stepper: Stepper = self._streamed_updates()
         self._services = Services(
             self.weights,
             self.gradients,
             device,
-            Doubts(device),
+            PendingComparisons(device),
             self.access,
-            Room(0),
+            ActivationRoom(0),
             order.activations,
-            Between(),
+            SharedArguments(),
             Compiling(options=False),
         )
         self.attached = Attached(self)
@@ -119,13 +121,13 @@ class Engine:
             owner.unit = unit
         return units
 
-    def _gradients_of(self, promises: Promises, run_all: RunAll, world: World | None) -> Gradients:
+    def _gradients_of(self, promises: Promises, run_all: RunAll, world: World | None) -> BackwardGradients:
         opened, device = self.opened, self.device
         homes = (opened.tiers, opened.order.pools, device, run_all)
         loop = (promises.accumulation_steps, self._recovery)
         order, clipping = opened.order.gradients, promises.clipping
         if world is None:
-            return Gradients(self.units, order, device, GradientHomes(*homes), *loop, clipping=clipping)
+            return BackwardGradients(self.units, order, device, GradientHomes(*homes), *loop, clipping=clipping)
         resting = RankedHomes(*homes, world=world)
         return RankedGradients(self.units, order, device, resting, *loop, clipping=clipping, world=world)
 
@@ -150,7 +152,7 @@ class Engine:
         with self.opened.closed_on_error():
             self.attached.move_in(values)
             if plan.kept_bytes:
-                room = Room(plan.kept_bytes + plan.workspace_bytes, self.device.meter())
+                room = ActivationRoom(plan.kept_bytes + plan.workspace_bytes, self.device.meter())
                 self._services = self._services._replace(room=room)
             if plan.plain:
                 self._stepper = plain = PlainUpdates(self.units, self.device, Numbers(self.access))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outcore.engine.activations.saved import Kept, version_of
+from outcore.engine.activations.saved import KeptTensor, version_of
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.engine.unit.views import torch_dtype
 from outcore.engine.values.edits import refuse_other_form, refuse_other_strides, same_bytes, take_edits
@@ -59,7 +59,7 @@ def _values_are_saved(units: Sequence[Unit]) -> AbstractContextManager[Any]:
     if is_packing() or all(unit.ledger.cut.is_resident for unit in units):
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: Kept(tensor.detach(), version_of(tensor)), lambda kept: kept.unchanged("gathered")
+        lambda tensor: KeptTensor(tensor.detach(), version_of(tensor)), lambda kept: kept.unchanged("gathered")
     )
 
 

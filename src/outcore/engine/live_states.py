@@ -16,7 +16,7 @@ from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import torch_dtype
 from outcore.engine.values.access import shown_states
 from outcore.engine.values.edits import let_masters_follow
-from outcore.optim.rules import Kind
+from outcore.optim.rules import RuleKind
 
 
 class StateTensor(DistantTensor):
@@ -79,7 +79,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
             names if self.kind(param).has_step else ("master",)
         )  # SGD takes any momentum that is there for one that has begun
 
-    def kind(self, param: torch.Tensor) -> Kind:
+    def kind(self, param: torch.Tensor) -> RuleKind:
         """Return how a parameter is updated."""
         rule = self._engine.settings.expect_rule()
         if len(rule.kinds) == 1:

@@ -26,7 +26,7 @@ from outcore.engine.unit.absent import unfreezing_refusal
 from outcore.engine.unit.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
 from outcore.engine.unit.unit import Beneath
 from outcore.engine.values.edits import same_bytes, take_edits
-from outcore.model.quantized import Place, is_quantized, places_of
+from outcore.model.quantized import TensorLocation, is_quantized, places_of
 from outcore.model.wrapped import Wrapping, is_wrapped, tensors_in
 from outcore.spec.model import row_major
 from outcore.torch_private import as_it_is, subclassed
@@ -190,7 +190,7 @@ class _OwnParameters:
 
     def __init__(self, engine: Engine, module: nn.Module, owned: dict[str, Parameter]) -> None:
         self._engine, self._registered, self._owned = engine, module._parameters, owned
-        self._module, self._lent = module, list[tuple[Place, torch.Tensor]]()
+        self._module, self._lent = module, list[tuple[TensorLocation, torch.Tensor]]()
         self._save, self._load = module._save_to_state_dict, module._load_from_state_dict
         self._before: dict[str, list[torch.Tensor]] = {}
 

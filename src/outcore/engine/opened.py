@@ -20,11 +20,11 @@ from pathlib import Path
 from outcore.core.errors import LaneError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
-from outcore.engine.checkpoint_saves import Saves
+from outcore.engine.checkpoint_saves import EngineSaves
 from outcore.engine.unit.live_port import LivePort, Traffic
 from outcore.engine.unit.tiers import Tiers
 from outcore.engine.updates.workers import UpdateWorkers
-from outcore.order.ledger import Ledger, Span
+from outcore.order.ledger import ByteSpan, Ledger
 from outcore.order.step import StepOrder
 from outcore.ranks.agreement import core_sharers
 from outcore.ranks.world import World
@@ -69,7 +69,7 @@ class Opened:
             self.order: StepOrder[Handle] = StepOrder(model, plan, port)
             if world is not None:
                 self.order.weights.all_gather = _all_gathers(world, self.order.ledgers)
-            self.saves = Saves(device, port, self.tiers)
+            self.saves = EngineSaves(device, port, self.tiers)
             self._closing.callback(self.saves.abandon)
             self.tiers.hand_out(self.order)
             on_host = has_updates and any(u.plan.is_updated_on_host and u.spec.trainable for u in self.order.ledgers)
@@ -124,7 +124,7 @@ def _all_gathers(world: World, ledgers: Sequence[Ledger[Handle]]) -> Callable[..
     for num_sharers in sorted({cut.num_sharers for cut in cuts if cut.is_cut or cut.num_copies > 1}):
         world.open_groups(num_sharers)
 
-    def all_gather(unit: Ledger[Handle], home: Span, slot: Span) -> Callable[[], None]:
+    def all_gather(unit: Ledger[Handle], home: ByteSpan, slot: ByteSpan) -> Callable[[], None]:
         whole, pieces = slot.memory.bytes, []
         for (start, stop), run in zip(unit.cut.together(), unit.cut.runs(), strict=True):
             first, origin = (run.home, home.memory.bytes) if home.of.tier == "device" else (run.layout, whole)

@@ -19,7 +19,7 @@ from outcore.engine.live_states import LiveStates
 from outcore.engine.module.timing import recording
 from outcore.optim.formats import NOT_TAKEN_OVER, format_of
 from outcore.optim.joined import HOOKS, members
-from outcore.optim.rules import Kind
+from outcore.optim.rules import RuleKind
 from outcore.planner.homes.table import plan_table
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, shown_by
@@ -341,7 +341,7 @@ def _refuse_other_params(groups: Sequence[Mapping[str, Any]], engine: Engine) ->
         )
 
 
-def _has_begun(kind: Kind, values: Mapping[str, Any]) -> bool:
+def _has_begun(kind: RuleKind, values: Mapping[str, Any]) -> bool:
     """Whether states are more than the initial ones.
 
     Adagrad has a sum before its first step, but rounded to the dtype that the weights had when it was built.

@@ -16,11 +16,11 @@ from collections.abc import Container, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from outcore.device.device import Device
-from outcore.device.device_copies import Sum
+from outcore.device.device_copies import DeviceChecksum
 from outcore.engine.unit.unit import Unit
 from outcore.spec.lane_names import Lane
 
-Late = MutableMapping[str, list[Sum]]
+Late = MutableMapping[str, list[DeviceChecksum]]
 """Sums that are still to be taken, by label of a unit."""
 
 

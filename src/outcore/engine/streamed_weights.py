@@ -23,7 +23,7 @@ from outcore.engine.saved_weights import SavedWeights
 from outcore.engine.unit.recovery import Recovery
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.order.activations import ActivationOrder
-from outcore.order.weight_cache import NEVER, Held, Move, Moves, slots_for, update_order, weight_moves
+from outcore.order.weight_cache import NEVER, HeldUnits, Move, Moves, slots_for, update_order, weight_moves
 from outcore.order.weights import WeightOrder, WeightSlots
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
@@ -31,7 +31,7 @@ from outcore.spec.schedule import Phase, Visit, usual_visits
 from outcore.spec.timeline import COMPUTE
 
 
-class Weights:
+class StreamedWeights:
     """Brings the weights of units to compute and takes them away again."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Weights:
         self._plan = plan
         decide = partial(weight_moves, model, plan)
         self._step = Cursor(decide, usual_visits(model), self._held())
-        self._round = Round(decide, (), self._held())
+        self._round = EvaluationRound(decide, (), self._held())
         self.calls: list[tuple[int, Phase, FrameType | None]] = []
         """Calls of units that run, the outermost first: unit, phase, and the calling frame."""
         self._thread = 0
@@ -229,8 +229,8 @@ class Weights:
         """Let go of all memory, so that it can be given back."""
         self._order.let_go()
 
-    def _held(self) -> Held:
-        return Held(tuple(self._order.on_device.holders), tuple(self._order.on_host.holders))
+    def _held(self) -> HeldUnits:
+        return HeldUnits(tuple(self._order.on_device.holders), tuple(self._order.on_host.holders))
 
     def _follow(self, visit: Visit) -> None:
         if self.has_steps and visit.phase is not Phase.INFERENCE:
@@ -296,7 +296,7 @@ class Weights:
         self._order.fetch(index, place)
 
 
-def make_way(activations: ActivationOrder[Handle], unit: Unit, weights: Weights) -> None:
+def make_way(activations: ActivationOrder[Handle], unit: Unit, weights: StreamedWeights) -> None:
     """Let activations of earlier calls leave, since a call begins. Being cut short is noticed as for a call."""
     depth = weights.begin_call(unit)
     try:
@@ -306,14 +306,14 @@ def make_way(activations: ActivationOrder[Handle], unit: Unit, weights: Weights)
         raise
 
 
-class Bound:
+class UnitBinding:
     """Context in which a unit's parameters are present.
 
     It is a class, so that no frame of ``contextlib`` stands in between: an interrupt there would leave the call
     unended, and nothing would notice. See [Note: cut short].
     """
 
-    def __init__(self, unit: Unit, phase: Phase, weights: Weights, recorder: Recorder) -> None:
+    def __init__(self, unit: Unit, phase: Phase, weights: StreamedWeights, recorder: Recorder) -> None:
         """Args: recorder: Records the time that the context takes, if it is on."""
         self._unit, self._phase, self._weights, self._recorder = unit, phase, weights, recorder
 
@@ -344,7 +344,7 @@ class Bound:
 MAX_VISITS = 2**16
 """Visits of a step that are remembered; the rest of a longer step is fetched on demand."""
 
-Decide = Callable[[Sequence[Visit], Held], Moves]
+Decide = Callable[[Sequence[Visit], HeldUnits], Moves]
 
 
 class Cursor:
@@ -355,25 +355,25 @@ class Cursor:
     this one.
     """
 
-    def __init__(self, decide: Decide, expected: Sequence[Visit], held: Held) -> None:
+    def __init__(self, decide: Decide, expected: Sequence[Visit], held: HeldUnits) -> None:
         """Args: decide: Returns the moves for visits, given what slots hold. expected: Visits of the first step."""
         self._decide = decide
         self.expected, self.seen = tuple(expected), list[Visit]()
-        self._decided: tuple[tuple[Visit, ...], Held] | None = None
+        self._decided: tuple[tuple[Visit, ...], HeldUnits] | None = None
         self._moves: tuple[Move, ...] = ()
         self._begin(held)
 
-    def restart(self, held: Held) -> None:
+    def restart(self, held: HeldUnits) -> None:
         """Begin a step. The visits seen are expected again; if none were seen, the expected ones stay."""
         self.expected, self.seen = tuple(self.seen) or self.expected, []
         self._begin(held)
 
-    def reset(self, held: Held) -> None:
+    def reset(self, held: HeldUnits) -> None:
         """Begin again: the visits seen were cut short and are no step."""
         self.seen = []
         self._begin(held)
 
-    def _begin(self, held: Held) -> None:
+    def _begin(self, held: HeldUnits) -> None:
         if self._decided != (self.expected, held):
             self._decided, self._moves = (self.expected, held), self._decide(self.expected, held).moves
         self._waiting = deque(self._moves)
@@ -407,10 +407,10 @@ class Cursor:
         return next(coming, len(self.expected))
 
 
-class Round(Cursor):
+class EvaluationRound(Cursor):
     """Follows visits that are not divided into steps, as in evaluation: a round ends when a visit of it comes again."""
 
-    def follow_round(self, visit: Visit, held: Callable[[], Held]) -> None:
+    def follow_round(self, visit: Visit, held: Callable[[], HeldUnits]) -> None:
         """Note that a visit takes place; begin a new round if it was in this one."""
         if self.seen and visit == self.seen[-1]:  # a unit that is used twice in a row: nothing moves
             return

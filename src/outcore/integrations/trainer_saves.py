@@ -30,7 +30,7 @@ from outcore.checkpoint.small_state import random_states
 from outcore.engine.checkpoint_saves import EditedError, Save
 from outcore.integrations.checkpoints import rotate
 from outcore.ranks.agreement import agreed
-from outcore.spec.manifest import Block, Manifest
+from outcore.spec.manifest import ChecksummedBlock, Manifest
 
 
 class EndedAtOnceError(SystemExit):
@@ -105,7 +105,7 @@ class TrainerSaves:
         def tidy_up() -> None:
             rotate(at, trainer.args.save_total_limit, kept)
 
-        def describe(files: Mapping[str, tuple[Block, ...]]) -> Manifest:
+        def describe(files: Mapping[str, tuple[ChecksummedBlock, ...]]) -> Manifest:
             self.before_commit()
             return Manifest(step=step, files=files, **library.described)
 

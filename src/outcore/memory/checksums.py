@@ -34,7 +34,7 @@ class Segment(NamedTuple):
 
 
 @final
-class Sums:
+class Checksums:
     """The sums of a store. A caller that touches a segment must have it to itself."""
 
     def __init__(self) -> None:

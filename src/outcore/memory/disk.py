@@ -22,9 +22,9 @@ from outcore.core.closing import Closing
 from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 from outcore.memory.arena import Region
-from outcore.memory.checksums import Segment, Sums
+from outcore.memory.checksums import Checksums, Segment
 from outcore.memory.disk_file import DiskFile, DiskIO, OsDiskIO, disk_error
-from outcore.memory.disk_pieces import Mover, Piece
+from outcore.memory.disk_pieces import DiskPiece, Mover
 from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
 
 STRIPE_BYTES = 4 * 2**20
@@ -62,12 +62,14 @@ class DiskStore(Closing):
     read returns the bytes written last, or it is an error ([Note: sums]).
     """
 
-    def __init__(self, files: Sequence[DiskFile], nbytes: int, pool: PiecePool[Piece], stall_timeout_s: float) -> None:
+    def __init__(
+        self, files: Sequence[DiskFile], nbytes: int, pool: PiecePool[DiskPiece], stall_timeout_s: float
+    ) -> None:
         """Only ``open`` calls this."""
         self.nbytes = nbytes
         self._files = tuple(files)
         self._pool = pool
-        self._sums = Sums()
+        self._sums = Checksums()
         self._mover = Mover(self._sums)
         self._stall_timeout_s = stall_timeout_s
         self._taken_bytes = 0
@@ -178,7 +180,7 @@ class DiskStore(Closing):
         self._check(extent, memory)
         action = self._mover.read if verb == "read" else self._mover.write
 
-        def move(piece: Piece) -> None:
+        def move(piece: DiskPiece) -> None:
             try:
                 action(piece)
             except OSError as error:
@@ -189,7 +191,7 @@ class DiskStore(Closing):
             self._pool.run(move, pieces, stall_timeout_s=timeout_s, kind=verb, gives_way=gives_way)
         except StalledError as stall:
             timeout = OSError(errno.ETIMEDOUT, f"no progress for {self._stall_timeout_s:g} s")
-            where = stall.piece if isinstance(stall.piece, Piece) else None
+            where = stall.piece if isinstance(stall.piece, DiskPiece) else None
             self._stalled = disk_error(_what(verb, extent, where), timeout, then=_THEN)
             raise self._stalled from stall
         except ClosedError as closed:
@@ -212,7 +214,7 @@ class DiskStore(Closing):
         if extent.region.stop > self._taken_bytes:
             raise AssertionError(f"{extent} is not of this store")
 
-    def _pieces(self, extent: Extent, memory: torch.Tensor) -> Iterator[Piece]:
+    def _pieces(self, extent: Extent, memory: torch.Tensor) -> Iterator[DiskPiece]:
         """Cut a transfer into pieces at the borders of stripes, and of segments that it touches in part."""
         view, address = memory.numpy().data, memory.data_ptr()
         start, end = extent.region.start, extent.region.stop
@@ -222,7 +224,7 @@ class DiskStore(Closing):
             stripe, within = divmod(start, STRIPE_BYTES)
             row, column = divmod(stripe, len(self._files))
             first = start - extent.offset
-            yield Piece(
+            yield DiskPiece(
                 file=self._files[column],
                 offset=row * STRIPE_BYTES + within,
                 span=span,
@@ -245,7 +247,7 @@ class DiskStore(Closing):
         return Segment(start, stop if last.stop == stop else last.start)
 
 
-def _close(files: Sequence[DiskFile], pool: PiecePool[Piece], pid: int) -> None:
+def _close(files: Sequence[DiskFile], pool: PiecePool[DiskPiece], pid: int) -> None:
     if os.getpid() != pid:
         return
     is_idle = False
@@ -262,7 +264,7 @@ def _file_bytes(index: int, num_files: int, nbytes: int) -> int:
     return rows * STRIPE_BYTES + min(max(rest - index * STRIPE_BYTES, 0), STRIPE_BYTES)
 
 
-def _what(verb: str, extent: Extent, piece: Piece | None) -> str:
+def _what(verb: str, extent: Extent, piece: DiskPiece | None) -> str:
     owner = extent.owner or "root"
     task = f"disk store, '{owner}': expected to {verb} "
     if piece is None:

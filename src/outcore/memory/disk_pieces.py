@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import final
 
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
-from outcore.memory.checksums import SEGMENT_BYTES, Segment, Sums
+from outcore.memory.checksums import SEGMENT_BYTES, Checksums, Segment
 from outcore.memory.disk_file import DiskFile
 
 _NUM_LOCKS = 64  # segments that happen to share a lock wait for each other, which only costs time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class DiskPiece:
     """Bytes to move between a file and memory."""
 
     file: DiskFile
@@ -50,12 +50,12 @@ class Piece:
 class Mover:
     """Reads and writes pieces, and keeps the sums. Several threads may call it."""
 
-    def __init__(self, sums: Sums) -> None:
+    def __init__(self, sums: Checksums) -> None:
         """Args: sums: Sums of the store that the pieces belong to."""
         self._sums = sums
         self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
 
-    def read(self, piece: Piece) -> None:
+    def read(self, piece: DiskPiece) -> None:
         """Fill the piece's memory.
 
         Raises:
@@ -68,7 +68,7 @@ class Mover:
             staging = self._segments(piece)
         piece.memory[:] = staging[piece.within : piece.within + piece.memory.nbytes]
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: DiskPiece) -> None:
         """Write the piece's memory. If the piece is a part of a segment, the segment is read and checked first."""
         if piece.is_straight:
             self._sums.note(piece.span.start, piece.memory)
@@ -82,15 +82,15 @@ class Mover:
             first = piece.within - piece.within % PAGE_BYTES
             piece.file.write(piece.offset - piece.within + first, staging[first : align_up(stop, PAGE_BYTES)])
 
-    def _lock(self, piece: Piece) -> threading.Lock:
+    def _lock(self, piece: DiskPiece) -> threading.Lock:
         return self._locks[piece.span.start // SEGMENT_BYTES % _NUM_LOCKS]
 
-    def _segments(self, piece: Piece) -> memoryview:
+    def _segments(self, piece: DiskPiece) -> memoryview:
         staging = _pages(piece)
         self._read(piece, staging)
         return staging
 
-    def _read(self, piece: Piece, memory: memoryview) -> None:
+    def _read(self, piece: DiskPiece, memory: memoryview) -> None:
         """Read all of a piece's segments."""
         offset = piece.offset - piece.within
         piece.file.read(offset, memory)
@@ -100,5 +100,5 @@ class Mover:
             raise OSError(errno.EBADMSG, f"the {size} at byte {at} are not what was written there")
 
 
-def _pages(piece: Piece) -> memoryview:
+def _pages(piece: DiskPiece) -> memoryview:
     return memoryview(mmap.mmap(-1, piece.span.stop - piece.span.start))

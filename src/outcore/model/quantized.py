@@ -48,7 +48,7 @@ QUANTIZER = "_outcore_quantizer"
 """Attribute of a wrapper on the meta device: a function that makes such a wrapper of a weight in full precision."""
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where the library looks for a further tensor."""
 
     name: str
@@ -75,7 +75,7 @@ class Quantized:
     """The fully qualified name of the weight."""
     module: nn.Module
     param: Any
-    places: tuple[Place, ...]
+    places: tuple[TensorLocation, ...]
     parts: tuple[Parameter, ...]
     """The tensors of the places, as frozen parameters."""
 
@@ -274,23 +274,23 @@ def quantized_weights(model: nn.Module) -> Iterator[Quantized]:
                 yield Quantized(f"{prefix}.{key}" if prefix else key, module, param, places, parts)
 
 
-def places_of(module: nn.Module, param: Any) -> Iterator[Place]:
+def places_of(module: nn.Module, param: Any) -> Iterator[TensorLocation]:
     """Yield the places of the further tensors of a quantised weight."""
     if is_wrapped(param):
-        yield from (Place(*inner) for inner in wrapped.inner_of(param))
+        yield from (TensorLocation(*inner) for inner in wrapped.inner_of(param))
     elif kind_of(param) == "Int8Params":
-        yield Place("SCB", module.state if param.CB is None else param, "SCB")
+        yield TensorLocation("SCB", module.state if param.CB is None else param, "SCB")
     else:
         yield from _places_of_state(param.quant_state)
 
 
-def _places_of_state(state: Any) -> Iterator[Place]:
+def _places_of_state(state: Any) -> Iterator[TensorLocation]:
     for name, attribute in _STATES.items():
-        yield Place(name, state, attribute)
+        yield TensorLocation(name, state, attribute)
     if state.nested:
         for name, attribute in _STATES.items():
-            yield Place(f"nested_{name}", state.state2, attribute)
-        yield Place("nested_offset", state, "offset")
+            yield TensorLocation(f"nested_{name}", state.state2, attribute)
+        yield TensorLocation("nested_offset", state, "offset")
 
 
 def _as_parameter(tensor: torch.Tensor) -> Parameter:

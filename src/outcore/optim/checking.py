@@ -105,7 +105,7 @@ def _compare(
             likes=likes,
         )
         numbers = numbers_after(hyper, numbers, dtypes, step)
-        with _Made() as made:
+        with _PeakMeter() as made:
             update_blocks([piece], scratch)
         _refuse_more(plain, made.peak_bytes, (target.numel() if plain.is_whole else cut) * dtype.itemsize, where)
         if not torch.equal(given, flat(grad)):
@@ -121,7 +121,7 @@ def _plain(make: Callable[[list[torch.nn.Parameter]], Rule], value: Tensor) -> t
     return plain, param
 
 
-class _Made(TorchDispatchMode):
+class _PeakMeter(TorchDispatchMode):
     """Measures the peak bytes of all tensors that a block of code makes."""
 
     def __init__(self) -> None:

@@ -227,10 +227,12 @@ def _choose_stepper(name: str, device: torch.device, dtype: torch.dtype) -> Step
     The public optimizer runs with ``fused=True`` if this trains as ``fused=False`` does.
     """
     hypers = tuple(_checked_hypers(name))
-    if (reason := _difference(_public_fused, _public_plain, hypers, _Made(device, dtype), _close)) is not None:
+    if (reason := _difference(_public_fused, _public_plain, hypers, _TestNumbers(device, dtype), _close)) is not None:
         _warn(name, device, dtype, f"torch.optim with fused=True, {reason}", "torch.optim with fused=False")
         return _public_plain
-    if (reason := _difference(_private_step, _public_fused, hypers, _Made(device, dtype), torch.equal)) is not None:
+    if (
+        reason := _difference(_private_step, _public_fused, hypers, _TestNumbers(device, dtype), torch.equal)
+    ) is not None:
         _warn(name, device, dtype, reason, "torch.optim with fused=True")
         return _public_fused
     return _private_step
@@ -238,7 +240,7 @@ def _choose_stepper(name: str, device: torch.device, dtype: torch.dtype) -> Step
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _TestNumbers:
     """Numbers to check kernels on, made without any random generator."""
 
     device: torch.device
@@ -263,7 +265,7 @@ def _difference(
     stepper: Stepper,
     reference: Stepper,
     hypers: Iterable[FusedHyper],
-    made: _Made,
+    made: _TestNumbers,
     same: Callable[[Tensor, Tensor], bool],
 ) -> str | None:
     """Return what is wrong with a stepper; None if nothing is."""

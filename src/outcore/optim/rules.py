@@ -123,7 +123,7 @@ def counts(hyper: Hyper) -> bool:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class RuleKind:
     """How one optimizer updates."""
 
     name: str
@@ -166,7 +166,7 @@ class Kind:
         return self.rule.states(shape, hyper.settings)
 
 
-class Kept(NamedTuple):
+class StateCost(NamedTuple):
     """The states, temporary memory and cost of the update of one parameter."""
 
     states: tuple[StateForm, ...]
@@ -183,11 +183,11 @@ class Kept(NamedTuple):
 class UpdateRule:
     """How parameters are updated: by one optimizer, or each by one of several."""
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
+    def __init__(self, kinds: Sequence[RuleKind]) -> None:
         """Args: kinds: The kind of every optimizer."""
         self.kinds = kinds
 
-    def kind(self, group: Group) -> Kind:
+    def kind(self, group: Group) -> RuleKind:
         """Return the kind of the optimizer that a group belongs to."""
         if len(self.kinds) == 1:
             return self.kinds[0]
@@ -217,14 +217,14 @@ class UpdateRule:
         params = ((param, group) for group in groups for param in group["params"])
         return tuple(dict.fromkeys(name for param, group in params for name in self.states(param, group)))
 
-    def kept(self, groups: Sequence[Group]) -> Callable[[Tensor, str], Kept]:
-        """Return a function that maps a parameter and its update dtype to its ``Kept``.
+    def kept(self, groups: Sequence[Group]) -> Callable[[Tensor, str], StateCost]:
+        """Return a function that maps a parameter and its update dtype to its ``StateCost``.
 
         States for the settings of every group of the same kind count, since a parameter's group may change to them.
         """
         owners = {id(param): group for group in groups for param in group["params"]}
 
-        def kept(param: Tensor, dtype: str) -> Kept:
+        def kept(param: Tensor, dtype: str) -> StateCost:
             group = owners.get(id(param), groups[0])
             kind, shape = self.kind(group), tuple(param.shape)
             hypers = [kind.hyper(g) for g in groups if self.kind(g) is kind]
@@ -245,7 +245,7 @@ class UpdateRule:
             master = master_format_of(group)
             if master == "compact":
                 made += param.numel() * DTYPE_BYTES[dtype] if is_whole else 0
-            return Kept(forms, made, is_whole, cost, flops * param.numel(), master)
+            return StateCost(forms, made, is_whole, cost, flops * param.numel(), master)
 
         return kept
 
@@ -291,7 +291,7 @@ def rule_for(*optimizers: torch.optim.Optimizer) -> UpdateRule:
     return rule
 
 
-def _kind_of(optimizer: torch.optim.Optimizer) -> Kind:
+def _kind_of(optimizer: torch.optim.Optimizer) -> RuleKind:
     groups, keys, kind = optimizer.param_groups, optimizer.defaults, type(optimizer)
     if isinstance(optimizer, Rule):
         if inspect.unwrap(kind.step) is not inspect.unwrap(Rule.step):
@@ -299,7 +299,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind:
                 f"optimizer: expected an outcore.optim.Rule with the step() that it inherits, which calls update(), "
                 f"but {kind.__qualname__} has a step() of its own; leave it out, and do in update() what it does"
             )
-        return Kind(name=kind.__name__, rule=optimizer, keys=keys, groups=groups)
+        return RuleKind(name=kind.__name__, rule=optimizer, keys=keys, groups=groups)
     name = next((n for n, cls in _SUPPORTED.items() if isinstance(optimizer, cls) and _steps_like(kind, cls)), None)
     if name is None:
         where = f"{kind.__module__}.{kind.__qualname__}"
@@ -308,7 +308,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind:
             f"outcore.optim.Rule, but got {where}; {_advice_on(where)}"
         )
     initial = float(keys["initial_accumulator_value"]) if name == "Adagrad" else None
-    return Kind(name=name, rule=RULES[name], keys=keys, initial_sum=initial, groups=groups)
+    return RuleKind(name=name, rule=RULES[name], keys=keys, initial_sum=initial, groups=groups)
 
 
 def _advice_on(name: str) -> str:

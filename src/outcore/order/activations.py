@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol
 
 from outcore.core.quantities import PAGE_BYTES
-from outcore.order.ledger import H, Home, Ledger, Span, Taken, newest
+from outcore.order.ledger import ByteSpan, H, Home, Ledger, TakenSlot, newest
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
 from outcore.spec.lane_names import Lane
 
 
-class Saved(Protocol):
+class SavedActivations(Protocol):
     """Activations that one call of a unit saved. On paper, only their size."""
 
     nbytes: int
@@ -44,7 +44,7 @@ class Saved(Protocol):
     def is_wanted(self) -> bool:
         """Return whether a backward can still need them."""
 
-    def leave(self, target: Span) -> Deed:
+    def leave(self, target: ByteSpan) -> Deed:
         """Copy them off the device."""
 
     def let_go(self) -> None:
@@ -54,7 +54,7 @@ class Saved(Protocol):
         """Free the memory on the device, since they are not needed any more. A copy of them may be under way."""
 
 
-class Owner(Protocol):
+class CallOwner(Protocol):
     """The object through which a backward can come to a call. Lanes may ask it, too."""
 
     @property
@@ -65,7 +65,7 @@ class Owner(Protocol):
 class Loan(NamedTuple, Generic[H]):
     """Bytes that one call needs and another call has sent away. See [Note: lent bytes]."""
 
-    borrower: Owner
+    borrower: CallOwner
     lender: SavedCall[H]
     start: int
     """First byte in the lender's home."""
@@ -79,24 +79,24 @@ class SavedCall(Generic[H]):
     """A call, its saved activations, and what was submitted for them."""
 
     unit: Ledger[H]
-    saved: Saved
+    saved: SavedActivations
     home: Home[H]
     """Home where the activations rest."""
     source: Home[H]
     """Place on the device where forward left them; its ``ready`` is the operation that made them."""
     left: H | None = None
     """Copy after which they need not be on the device."""
-    place: Taken[H] | None = None
+    place: TakenSlot[H] | None = None
     """Slot on the device to which they came back."""
     came: H | None = None
     """Operation that brought them there."""
-    staged: Taken[H] | None = None
+    staged: TakenSlot[H] | None = None
     """Slot in host memory that holds them on their way from disk."""
     at_hand: H | None = None
     """Operation that brought them to that slot, or the last one that read them there since."""
     loans: Sequence[Loan[H]] = ()
     """Loans in which this call is the borrower."""
-    borrowers: list[Owner] = field(default_factory=list)
+    borrowers: list[CallOwner] = field(default_factory=list)
     is_over: bool = False
     """True when no backward comes to the call any more."""
 
@@ -115,7 +115,7 @@ class SavedCall(Generic[H]):
         """Whether a backward can come to the call, or to a call that borrows from it."""
         return self.is_coming or any([owner.lives for owner in self.borrowers])
 
-    def span(self) -> Span | None:
+    def span(self) -> ByteSpan | None:
         """Return where the activations are on the device if they came back, else None."""
         return None if self.place is None else self.place.slot.span(self.slot_bytes)
 
@@ -126,7 +126,7 @@ class SavedCall(Generic[H]):
         self.loans = ()
 
 
-class _Part(NamedTuple, Generic[H]):
+class _HomePart(NamedTuple, Generic[H]):
     """The bytes [start, stop) of a unit's home, as a home of their own."""
 
     start: int
@@ -146,7 +146,7 @@ class ActivationOrder(Generic[H]):
         self._port, self._pools = port, pools
         self._calls: dict[Home[H], SavedCall[H]] = {}
         """Calls by their home; backward comes to the last one first."""
-        self._parts: dict[Home[H], list[_Part[H]]] = {}
+        self._parts: dict[Home[H], list[_HomePart[H]]] = {}
         """Parts of each home that were used last; they do not overlap."""
         self._last: SavedCall[H] | None = None
         self._leaving: SavedCall[H] | None = None
@@ -187,8 +187,8 @@ class ActivationOrder(Generic[H]):
                 if bounds[0] < bounds[1]:
                     left = _cut(home, *bounds)
                     left.ready, left.readers = part.home.ready, part.home.readers
-                    kept.append(_Part(*bounds, left))
-        parts[:] = [*kept, _Part(start, stop, mine)]
+                    kept.append(_HomePart(*bounds, left))
+        parts[:] = [*kept, _HomePart(start, stop, mine)]
         return mine
 
     def begin_forward(self) -> None:
@@ -203,7 +203,7 @@ class ActivationOrder(Generic[H]):
             self._port.wait("activations left", leaving.left, frees=[leaving.source.span()])
             leaving.saved.let_go()
 
-    def end_forward(self, unit: Ledger[H], saved: Saved, loans: Sequence[Loan[H]] = ()) -> SavedCall[H]:
+    def end_forward(self, unit: Ledger[H], saved: SavedActivations, loans: Sequence[Loan[H]] = ()) -> SavedCall[H]:
         """End a call and give what it saved a home. Args: loans: Parts that other calls have sent away."""
         name = f"activations of {unit.name} as made"
         source: Home[H] = Home(name, "activations", "device", saved.nbytes, saved.memory)
@@ -221,7 +221,7 @@ class ActivationOrder(Generic[H]):
         for home in list(latest):
             self._calls[home] = self._calls.pop(home)
 
-    def begin_backward(self, call: SavedCall[H]) -> Span | None:
+    def begin_backward(self, call: SavedCall[H]) -> ByteSpan | None:
         """Let compute use what a call saved, and bring what earlier calls saved. Returns its slot if it had left."""
         if self._last is call:
             self._last = None
@@ -234,7 +234,7 @@ class ActivationOrder(Generic[H]):
             free = pool.take()
             if free is None:
                 break
-            self._bring(other, Taken(pool, free))
+            self._bring(other, TakenSlot(pool, free))
         self._read_ahead(call)
         span = call.span()
         if span is not None:
@@ -276,7 +276,7 @@ class ActivationOrder(Generic[H]):
             if other.is_coming:
                 yield other
 
-    def _take(self, call: SavedCall[H]) -> Taken[H]:
+    def _take(self, call: SavedCall[H]) -> TakenSlot[H]:
         """Take a slot for what is needed now: an idle one, or that of another call, which can be brought again."""
         pool = self._pools.pool("device", "activations", call.slot_bytes)
         slot = pool.take()
@@ -286,7 +286,7 @@ class ActivationOrder(Generic[H]):
             slot = pool.take()
         if slot is None:
             raise AssertionError("no idle slot for activations: one was not given back")
-        return Taken(pool, slot)
+        return TakenSlot(pool, slot)
 
     def _give(self, call: SavedCall[H], last_use: H | None) -> None:
         if call.place is not None and last_use is not None:
@@ -331,7 +331,7 @@ class ActivationOrder(Generic[H]):
             self._pools.give_kept(taken, home, call.left, home_written)
         home.perhaps_written_by(home_written)
 
-    def _bring(self, call: SavedCall[H], place: Taken[H]) -> None:
+    def _bring(self, call: SavedCall[H], place: TakenSlot[H]) -> None:
         call.place = place
         if call.saved.nbytes:
             self._carry(call, place, call, 0, call.saved.nbytes, 0)
@@ -342,7 +342,7 @@ class ActivationOrder(Generic[H]):
                 self._give_staged(lender)
 
     def _carry(
-        self, call: SavedCall[H], place: Taken[H], owner: SavedCall[H], start: int, nbytes: int, at: int
+        self, call: SavedCall[H], place: TakenSlot[H], owner: SavedCall[H], start: int, nbytes: int, at: int
     ) -> None:
         """Bring bytes that a call needs.
 
@@ -386,7 +386,7 @@ class ActivationOrder(Generic[H]):
                 break
             self._stage(other, taken)
 
-    def _stage(self, call: SavedCall[H], taken: Taken[H]) -> None:
+    def _stage(self, call: SavedCall[H], taken: TakenSlot[H]) -> None:
         """Read what a call saved from disk into a slot, unless the slot still holds a copy."""
         home, nbytes = call.home, call.saved.nbytes
         call.staged, call.at_hand = taken, taken.slot.kept_after
@@ -401,7 +401,7 @@ class ActivationOrder(Generic[H]):
             )
             home.read_by(call.at_hand)
 
-    def _host_slot(self, nbytes: int) -> Taken[H]:
+    def _host_slot(self, nbytes: int) -> TakenSlot[H]:
         """Take a slot in host memory: an idle one, or that of another call, which can be read again."""
         taken = self._pools.take_idle("host", "activations", nbytes)
         if taken is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol
 
-from outcore.order.ledger import After, Dependency, H, Ledger, Span, Taken
+from outcore.order.ledger import After, ByteSpan, Dependency, H, Ledger, TakenSlot
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools, SlotPool
 from outcore.order.supply import Supply
@@ -28,7 +28,7 @@ class GradientWork(Protocol):
     def nbytes(self) -> int:
         """Bytes of gradients that the pass gave."""
 
-    def leave(self, target: Span) -> Deed:
+    def leave(self, target: ByteSpan) -> Deed:
         """Copy them to host memory as autograd made them."""
 
     def landed(self) -> None:
@@ -37,20 +37,20 @@ class GradientWork(Protocol):
     def add_on_device(self) -> None:
         """Add them at once to the sums that live on the device."""
 
-    def add_on_host(self, landing: Span, target: Span) -> Deed:
+    def add_on_host(self, landing: ByteSpan, target: ByteSpan) -> Deed:
         """Add what landed to the sums at home."""
 
 
 class SharedWork(Protocol):
     """The work of several ranks on a unit's gradients of one pass. On paper it does nothing."""
 
-    def put_in(self, bucket: Span) -> None:
+    def put_in(self, bucket: ByteSpan) -> None:
         """Let compute put into a bucket what is not there yet."""
 
-    def exchange(self, bucket: Span, received: Span) -> Deed:
+    def exchange(self, bucket: ByteSpan, received: ByteSpan) -> Deed:
         """Send every rank its run of the bucket, and receive this rank's run of all buckets, in rank order."""
 
-    def add_runs(self, received: Span, target: Span) -> Deed:
+    def add_runs(self, received: ByteSpan, target: ByteSpan) -> Deed:
         """Add the runs of all ranks to the sums of earlier passes, in rank order."""
 
 
@@ -60,7 +60,7 @@ class GradientOrder(Generic[H]):
     def __init__(self, port: Port[H], pools: Pools[H], supply: Supply[H]) -> None:
         self._port, self._pools, self._supply = port, pools, supply
 
-    def collect(self, unit: Ledger[H], made: H | None, make_room: Callable[[SlotPool[H]], None]) -> tuple[Span, H]:
+    def collect(self, unit: Ledger[H], made: H | None, make_room: Callable[[SlotPool[H]], None]) -> tuple[ByteSpan, H]:
         """Let compute put gradients into the unit's bucket. Returns the bucket and the operation on compute.
 
         Args:
@@ -77,7 +77,7 @@ class GradientOrder(Generic[H]):
             while slot is None:
                 make_room(pool)
                 slot = pool.take()
-            unit.bucket, after = Taken(pool, slot), {"bucket free": slot.free_after}
+            unit.bucket, after = TakenSlot(pool, slot), {"bucket free": slot.free_after}
         bucket = unit.bucket.slot.span(nbytes)
         return bucket, self._port.compute("gradients of", unit, writes=[bucket], after=after)
 
@@ -144,7 +144,7 @@ class GradientOrder(Generic[H]):
         return exchanged
 
     def _add_there(
-        self, unit: Ledger[H], work: SharedWork, received: Taken[H], exchanged: H, *, is_first: bool
+        self, unit: Ledger[H], work: SharedWork, received: TakenSlot[H], exchanged: H, *, is_first: bool
     ) -> None:
         """Bring the sums to the device, add the runs of all ranks, and send them home."""
         taken, home = self._pools.take("device", "sums", unit.spec.update_bytes), unit.gradients
@@ -184,7 +184,7 @@ class GradientOrder(Generic[H]):
 
     def _exchange(
         self, unit: Ledger[H], work: SharedWork, make_room: Callable[[SlotPool[H]], None]
-    ) -> tuple[Taken[H], H]:
+    ) -> tuple[TakenSlot[H], H]:
         """Submit the exchange. Returns the slot that receives this rank's run of all buckets, and the operation."""
         nbytes = unit.spec.bucket_bytes
         if unit.bucket is None:
@@ -215,7 +215,7 @@ class GradientOrder(Generic[H]):
             self._pools.give(unit.bucket, last_use, Lane.REDUCE)
             unit.bucket = None
 
-    def _copy_out(self, unit: Ledger[H], work: GradientWork, target: Span, after: After[H]) -> H:
+    def _copy_out(self, unit: Ledger[H], work: GradientWork, target: ByteSpan, after: After[H]) -> H:
         nbytes, made = unit.spec.bucket_bytes, self._port.mark("gradients made", unit)
         copied = self._port.submit(
             Lane.D2H,
@@ -244,7 +244,7 @@ class GradientOrder(Generic[H]):
             added = self._add_on_host(unit, work, landing, landed)
             taken.pool.give(taken.slot, [added, self._port.freed(taken.slot, Lane.UPDATE)])
 
-    def _add_on_host(self, unit: Ledger[H], work: GradientWork, landing: Span, landed: H) -> H:
+    def _add_on_host(self, unit: Ledger[H], work: GradientWork, landing: ByteSpan, landed: H) -> H:
         home, fetched = unit.gradients, None
         target, after = home.span(), home.before_write()
         if home.tier == "disk":
@@ -265,7 +265,7 @@ class GradientOrder(Generic[H]):
             self._write(unit, target, fetched.taken, added)
         return added
 
-    def _write(self, unit: Ledger[H], source: Span, taken: Taken[H], made: H) -> None:
+    def _write(self, unit: Ledger[H], source: ByteSpan, taken: TakenSlot[H], made: H) -> None:
         home = unit.gradients
         written = self._port.submit(
             Lane.DISK_WRITE,

@@ -40,7 +40,7 @@ def newest(handles: Iterable[H]) -> list[H]:
     return list({handle.lane: handle for handle in handles}.values())
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """The bytes [start, stop) of a home or a slot."""
 
     of: Home[Any] | Slot[Any]
@@ -51,9 +51,11 @@ class Span(NamedTuple):
     memory: Any
     """Buffer or extent in a run; None on paper."""
 
-    def part(self, start: int, stop: int) -> Span:
+    def part(self, start: int, stop: int) -> ByteSpan:
         """Return the bytes [start, stop) of a span that begins where its home or slot does."""
-        return Span(self.of, start, stop, stop - start, None if self.memory is None else self.memory.part(start, stop))
+        return ByteSpan(
+            self.of, start, stop, stop - start, None if self.memory is None else self.memory.part(start, stop)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -74,12 +76,12 @@ class Home(Generic[H]):
     ready: H | None = None
     readers: list[H] = field(default_factory=list)
 
-    def span(self, start: int = 0, stop: int | None = None) -> Span:
+    def span(self, start: int = 0, stop: int | None = None) -> ByteSpan:
         """Return the bytes [start, stop) of the home; all of them by default."""
         stop, memory = self.nbytes if stop is None else stop, self.memory
         if memory is not None and stop - start != self.nbytes:
             memory = memory.part(start, stop)
-        return Span(self, start, stop, stop - start, memory)
+        return ByteSpan(self, start, stop, stop - start, memory)
 
     def before_read(self) -> dict[str, Dependency[H]]:
         """Return what a reader waits for."""
@@ -121,11 +123,11 @@ class Slot(Generic[H]):
     kept_after: H | None = None
     """Operation that made the copy."""
 
-    def span(self, stop: int, start: int = 0) -> Span:
+    def span(self, stop: int, start: int = 0) -> ByteSpan:
         """Return the bytes [start, stop) of the slot."""
         memory = self.memory
         is_part = memory is not None and stop - start != self.nbytes
-        return Span(self, start, stop, stop - start, memory.part(start, stop) if is_part else memory)
+        return ByteSpan(self, start, stop, stop - start, memory.part(start, stop) if is_part else memory)
 
 
 class Ledger(Generic[H]):
@@ -151,7 +153,7 @@ class Ledger(Generic[H]):
         # Second homes, see [Note: early updates].
         self.next_weights: Home[H] = Home(f"next weights {of}", "weights", "host", spec.trainable_bytes)
         self.next_states: Home[H] = Home(f"next states {of}", "states", plan.states, nbytes)
-        self.bucket: Taken[H] | None = None
+        self.bucket: TakenSlot[H] | None = None
         """Bucket slot with the gradients of the running pass."""
         self.slot: Slot[H] | None = None
         """Slot on the device that holds the weights, if they live elsewhere."""
@@ -180,14 +182,14 @@ class Ledger(Generic[H]):
             home.memory = None
         self.slot = None
 
-    def weights_on_device(self) -> Span | None:
+    def weights_on_device(self) -> ByteSpan | None:
         """Return where the weights are on the device now, or None if they are not."""
         if self.cut.is_resident:
             return self.weights.span() if self.weights.nbytes else None
         return None if self.slot is None else self.slot.span(self.slot.nbytes)
 
 
-class Taken(NamedTuple, Generic[H]):
+class TakenSlot(NamedTuple, Generic[H]):
     """A slot, and the pool to which it is to be given back."""
 
     pool: Any

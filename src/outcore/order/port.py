@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from outcore.order.ledger import After, Dependency, Home, Ledger, OnLane, Slot, Span
+from outcore.order.ledger import After, ByteSpan, Dependency, Home, Ledger, OnLane, Slot
 from outcore.spec.lane_names import Lane
 from outcore.spec.schedule import Kind
 
@@ -46,8 +46,8 @@ class Port(Protocol[H]):
         kind: Kind,
         unit: Ledger[H],
         *,
-        reads: Sequence[Span],
-        writes: Sequence[Span],
+        reads: Sequence[ByteSpan],
+        writes: Sequence[ByteSpan],
         after: After[H],
         work: Work = COPY,
     ) -> H:
@@ -64,11 +64,17 @@ class Port(Protocol[H]):
         """
 
     def compute(
-        self, kind: Kind, unit: Ledger[H], *, reads: Sequence[Span] = (), writes: Sequence[Span] = (), after: After[H]
+        self,
+        kind: Kind,
+        unit: Ledger[H],
+        *,
+        reads: Sequence[ByteSpan] = (),
+        writes: Sequence[ByteSpan] = (),
+        after: After[H],
     ) -> H:
         """Let compute wait for ``after``. What compute is given next reads and writes these bytes."""
 
-    def mark(self, what: str, unit: Ledger[H], *, wrote: Sequence[Span] = ()) -> H:
+    def mark(self, what: str, unit: Ledger[H], *, wrote: Sequence[ByteSpan] = ()) -> H:
         """Return an operation that is over when compute has done all that it was given so far.
 
         Args:
@@ -77,7 +83,7 @@ class Port(Protocol[H]):
             wrote: Bytes that compute has then written.
         """
 
-    def wait(self, label: str, dependency: Dependency[H], *, frees: Sequence[Span] = ()) -> None:
+    def wait(self, label: str, dependency: Dependency[H], *, frees: Sequence[ByteSpan] = ()) -> None:
         """Block the host until these operations are over. Args: frees: Memory that the host then gives away."""
 
     def freed(self, of: Home[H] | Slot[H], lane: Lane, after: After[H] = NOTHING) -> H | None:

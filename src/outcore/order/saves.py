@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outcore.order.ledger import H, Home, Ledger, Span
+from outcore.order.ledger import ByteSpan, H, Home, Ledger
 from outcore.order.port import Deed, Port, Work
 from outcore.spec.lane_names import Lane
 
 
-def save_homes(port: Port[H], homes: Sequence[tuple[Ledger[H], Home[H]]], spans: Sequence[Span], deed: Deed) -> None:
+def save_homes(
+    port: Port[H], homes: Sequence[tuple[Ledger[H], Home[H]]], spans: Sequence[ByteSpan], deed: Deed
+) -> None:
     """Submit a deed that saves something made of bytes of some homes.
 
     Args:

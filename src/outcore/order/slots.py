@@ -15,7 +15,7 @@ from typing import Generic
 
 from outcore.core.errors import MemoryBudgetError
 from outcore.core.quantities import format_bytes
-from outcore.order.ledger import H, Home, Slot, Taken, newest
+from outcore.order.ledger import H, Home, Slot, TakenSlot, newest
 from outcore.order.port import Port
 from outcore.spec.lane_names import Lane
 from outcore.spec.plan import Plan, PoolKind, Tier
@@ -111,14 +111,14 @@ class Pools(Generic[H]):
             )
         return found
 
-    def take(self, tier: Tier, kind: PoolKind, nbytes: int) -> Taken[H]:
+    def take(self, tier: Tier, kind: PoolKind, nbytes: int) -> TakenSlot[H]:
         """Take a slot from a pool in which one is always idle, since its slots are given back at submission."""
         taken = self.take_idle(tier, kind, nbytes)
         if taken is None:
             raise AssertionError(f"no idle {kind} slot on {tier}: one was not given back")
         return taken
 
-    def take_idle(self, tier: Tier, kind: PoolKind, nbytes: int) -> Taken[H] | None:
+    def take_idle(self, tier: Tier, kind: PoolKind, nbytes: int) -> TakenSlot[H] | None:
         """Take a slot. Returns None if none is idle."""
         pool = self.pool(tier, kind, nbytes)
         slot = pool.take()
@@ -128,17 +128,17 @@ class Pools(Generic[H]):
             slot.kept = slot.kept_after = None
             free = self._port.freed(slot, Lane.UPDATE, {"slot free": slot.free_after})
             slot.free_after += [] if free is None else [free]
-        return Taken(pool, slot)
+        return TakenSlot(pool, slot)
 
-    def take_kept(self, kind: PoolKind, home: Home[H]) -> Taken[H] | None:
+    def take_kept(self, kind: PoolKind, home: Home[H]) -> TakenSlot[H] | None:
         """Take the idle slot in host memory with a copy of a home. Returns None if there is none."""
         for pool in self.of("host", kind):
             slot = pool.take_kept(home)
             if slot is not None:
-                return Taken(pool, slot)
+                return TakenSlot(pool, slot)
         return None
 
-    def give(self, taken: Taken[H], last_use: H, lane: Lane) -> None:
+    def give(self, taken: TakenSlot[H], last_use: H, lane: Lane) -> None:
         """Give a slot back after its last use, on a lane. It keeps no copy."""
         pool, slot = taken
         free_after = newest([*slot.free_after, last_use])  # an earlier copy in it may still be on its way to disk
@@ -146,7 +146,7 @@ class Pools(Generic[H]):
         free = self._port.freed(slot, lane, {"slot free": free_after})
         pool.give(slot, free_after if free is None else [free])
 
-    def give_kept(self, taken: Taken[H], home: Home[H], made: H, written: H) -> None:
+    def give_kept(self, taken: TakenSlot[H], home: Home[H], made: H, written: H) -> None:
         """Give back a slot that keeps a copy of what was written from it to disk. Older copies are forgotten.
 
         Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
-from outcore.order.ledger import After, H, Home, Ledger, Span, Taken, newest
+from outcore.order.ledger import After, ByteSpan, H, Home, Ledger, TakenSlot, newest
 from outcore.order.port import Answer, Port, Work
 from outcore.order.slots import Pools
 from outcore.spec.lane_names import Lane
@@ -18,9 +18,9 @@ from outcore.spec.lane_names import Lane
 class Borrowed(Generic[H]):
     """Bytes that an update needs in memory, the operations to wait for, and the slot if the bytes are in one."""
 
-    span: Span
+    span: ByteSpan
     after: After[H]
-    taken: Taken[H] | None = None
+    taken: TakenSlot[H] | None = None
 
 
 class Supply(Generic[H]):
@@ -113,7 +113,7 @@ class Supply(Generic[H]):
             return Borrowed(target, self.old_weights(unit, target, after), taken)
         return Borrowed(target, after, taken)
 
-    def old_weights(self, unit: Ledger[H], target: Span, after: After[H], is_due: Answer | None = None) -> After[H]:
+    def old_weights(self, unit: Ledger[H], target: ByteSpan, after: After[H], is_due: Answer | None = None) -> After[H]:
         """Start reading old trained weights from disk into the place of the new ones. Returns what to wait for then."""
         read = self._port.submit(
             Lane.STATES_READ,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol
 
-from outcore.order.ledger import H, Home, Ledger, Span, newest
+from outcore.order.ledger import ByteSpan, H, Home, Ledger, newest
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
 from outcore.order.supply import Supply
@@ -44,26 +44,28 @@ class UpdateWork(Protocol[H]):
     def begin(self) -> None:
         """Note that the weights are about to change."""
 
-    def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
+    def at_once(self, grads: ByteSpan, states: ByteSpan, weights: ByteSpan, scratch: ByteSpan) -> None:
         """Update on compute."""
 
-    def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> Deed:
+    def in_place(self, grads: ByteSpan, states: ByteSpan | None, weights: ByteSpan, *, is_slot: bool) -> Deed:
         """Update in host memory. Args: is_slot: New weights pass through a slot, all of which is copied home."""
 
-    def staged(self, grads: Span, states: Span, weights: Span, scratch: Span) -> Deed:
+    def staged(self, grads: ByteSpan, states: ByteSpan, weights: ByteSpan, scratch: ByteSpan) -> Deed:
         """Update in the given parts of a staging slot. All new weights are copied home, also those not updated."""
 
     def weights_sent(self) -> None:
         """Note that new weights are on their way to the device."""
 
-    def gather(self, weights: Span) -> Deed:
+    def gather(self, weights: ByteSpan) -> Deed:
         """Send this rank's new run to all ranks that have the same runs, and receive theirs."""
 
 
 class EarlyWork(Protocol):
     """The work of an update inside backward. On paper it does nothing."""
 
-    def out_of_place(self, grads: Span, new: tuple[Span | None, Span], old: tuple[Span | None, Span | None]) -> Deed:
+    def out_of_place(
+        self, grads: ByteSpan, new: tuple[ByteSpan | None, ByteSpan], old: tuple[ByteSpan | None, ByteSpan | None]
+    ) -> Deed:
         """Make new states and weights from old ones."""
 
     def is_due(self) -> bool:
@@ -188,7 +190,7 @@ class UpdateOrder(Generic[H]):
         lane = Lane.WRITE_BACK if unit.weights.tier == "device" else Lane.DISK_WRITE
         self._pools.give(target.taken, self._send_weights(unit, target.span, done, work), lane)
 
-    def _gathered(self, unit: Ledger[H], new: Span, done: H, work: UpdateWork[H]) -> H:
+    def _gathered(self, unit: Ledger[H], new: ByteSpan, done: H, work: UpdateWork[H]) -> H:
         """Complete new weights, of which this rank has made only its own run, with the runs of other ranks.
 
         Returns the operation after which the new weights are complete.
@@ -206,7 +208,7 @@ class UpdateOrder(Generic[H]):
             work=Work(work.gather(new), moved=moved),
         )
 
-    def _send_weights(self, unit: Ledger[H], new: Span, done: H, work: UpdateWork[H]) -> H:
+    def _send_weights(self, unit: Ledger[H], new: ByteSpan, done: H, work: UpdateWork[H]) -> H:
         """Send new trained weights from host memory to their home on the device or on disk."""
         lane = Lane.WRITE_BACK if unit.weights.tier == "device" else Lane.DISK_WRITE
         sent = self._port.submit(
@@ -310,7 +312,7 @@ class UpdateOrder(Generic[H]):
         free = self._port.freed(taken.slot, Lane.DEVICE_UPDATE, {"staged bytes home": left})
         taken.pool.give(taken.slot, [*left, free])
 
-    def _bring(self, unit: Ledger[H], free_after: list[H], states: Span, grads: Span, weights: Span) -> H:
+    def _bring(self, unit: Ledger[H], free_after: list[H], states: ByteSpan, grads: ByteSpan, weights: ByteSpan) -> H:
         """Copy to the device what the update reads: states, gradients in host memory, weights that it starts from."""
         wanted = [(unit.states, states), (unit.gradients, grads)] + [(unit.weights, weights)] * unit.starts_from_weights
         pairs = [(home, part) for home, part in wanted if part.nbytes]
@@ -330,7 +332,9 @@ class UpdateOrder(Generic[H]):
             home.read_by(brought)
         return brought
 
-    def _take_home(self, unit: Ledger[H], states: Span, weights: Span, updated: H, work: UpdateWork[H]) -> list[H]:
+    def _take_home(
+        self, unit: Ledger[H], states: ByteSpan, weights: ByteSpan, updated: H, work: UpdateWork[H]
+    ) -> list[H]:
         """Copy new weights and states to their homes. Returns what must be over before the staging slot is free.
 
         Weights go first, since the next forward waits for them; only the next update waits for the states.

@@ -29,7 +29,7 @@ NEVER = 2**62
 STEPS_AHEAD = 3  # this step, the next one, whose first loads may be made in this one, and the one after that
 
 
-class Held(NamedTuple):
+class HeldUnits(NamedTuple):
     """Unit whose weights each slot holds, in the order of ``slot_sizes``; None: an empty slot."""
 
     device: tuple[int | None, ...]
@@ -56,7 +56,7 @@ class Moves(NamedTuple):
     """Moves of a step, in order, and the content of slots when the step's updates have been submitted."""
 
     moves: tuple[Move, ...]
-    held: Held
+    held: HeldUnits
 
 
 class Use(NamedTuple):
@@ -68,7 +68,7 @@ class Use(NamedTuple):
     step: int
 
 
-class Load(NamedTuple):
+class SlotFill(NamedTuple):
     """A use that missed, and the slot that is filled for it."""
 
     use: Use
@@ -91,7 +91,7 @@ class Cache:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _SlotState:
     """Content of a slot at a position in time."""
 
     unit: int | None
@@ -100,7 +100,7 @@ class _Slot:
     step: int = 0
 
 
-def belady(uses: Sequence[Use], cache: Cache, held: Sequence[int | None]) -> Iterator[Load]:
+def belady(uses: Sequence[Use], cache: Cache, held: Sequence[int | None]) -> Iterator[SlotFill]:
     """Yield a load for each use that misses.
 
     A load evicts the unit that is used again last; among equals it takes the slot that has been free for longest.
@@ -113,18 +113,18 @@ def belady(uses: Sequence[Use], cache: Cache, held: Sequence[int | None]) -> Ite
     Cost: O(uses + loads * slots).
     """
     next_uses, first_uses = _next_uses(uses, cache.changed)
-    slots = [_Slot(unit, NEVER if unit is None else first_uses.get(unit, NEVER)) for unit in held]
+    slots = [_SlotState(unit, NEVER if unit is None else first_uses.get(unit, NEVER)) for unit in held]
     for use, next_use in zip(uses, next_uses, strict=True):
         mine = [(i, slots[i]) for i in cache.slots_of[use.unit]]
         is_lost = use.unit in cache.changed
         index = next((i for i, s in mine if s.unit == use.unit and not (is_lost and s.step != use.step)), None)
         if index is None:
             index = _victim(use.at, cache, mine)
-            yield Load(use, index, slots[index].unit, slots[index].free)
-        slots[index] = _Slot(use.unit, next_use, use.at + 1, use.step)
+            yield SlotFill(use, index, slots[index].unit, slots[index].free)
+        slots[index] = _SlotState(use.unit, next_use, use.at + 1, use.step)
 
 
-def _victim(at: int, cache: Cache, slots: Sequence[tuple[int, _Slot]]) -> int:
+def _victim(at: int, cache: Cache, slots: Sequence[tuple[int, _SlotState]]) -> int:
     in_time = max(at - cache.depth, min(slot.free for _, slot in slots))
     candidates = [(i, slot) for i, slot in slots if slot.free <= in_time]
     return max(candidates, key=lambda pair: (pair[1].next_use, -pair[1].free, -pair[0]))[0]
@@ -154,9 +154,9 @@ def slots_for(sizes: Sequence[int], nbytes: int) -> list[int]:
     return [i for i, other in enumerate(sizes) if other == size]
 
 
-def nothing_held(plan: Plan) -> Held:
+def nothing_held(plan: Plan) -> HeldUnits:
     """Return the content of slots when a run begins: all are empty."""
-    return Held((None,) * len(slot_sizes(plan, "device")), (None,) * len(slot_sizes(plan, "host")))
+    return HeldUnits((None,) * len(slot_sizes(plan, "device")), (None,) * len(slot_sizes(plan, "host")))
 
 
 def changed_units(model: ModelSpec, visits: Iterable[Visit]) -> frozenset[int]:
@@ -168,7 +168,7 @@ def changed_units(model: ModelSpec, visits: Iterable[Visit]) -> frozenset[int]:
     return frozenset(unit for unit in reached | {0} if reached and model.units[unit].trainable)
 
 
-def weight_moves(model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: Held) -> Moves:
+def weight_moves(model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: HeldUnits) -> Moves:
     """Decide what a step moves into slots for weights.
 
     A step begins when the updates of the step before have been submitted. Weights that these updates change are not
@@ -187,7 +187,7 @@ def weight_moves(model: ModelSpec, plan: Plan, visits: Sequence[Visit], held: He
     depth = min(plan.prefetch_depth, 1)  # enough: a read should not wait for the fetch just before the one it serves
     reads = _reads(_streamed(model, plan, "host"), fetches, period, changed, depth, held.host)
     moves = tuple(_merged(mine, [(due, move) for due, move in reads if due < len(mine)]))
-    return Moves(moves, Held(*(_after(getattr(held, tier), tier, moves, changed) for tier in Held._fields)))
+    return Moves(moves, HeldUnits(*(_after(getattr(held, tier), tier, moves, changed) for tier in HeldUnits._fields)))
 
 
 def _without_copies(fetches: Iterable[Move], period: int, held: Sequence[int | None]) -> Iterator[Move]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import Generic
 
-from outcore.order.ledger import After, Dependency, H, Ledger, Slot, Span, newest
+from outcore.order.ledger import After, ByteSpan, Dependency, H, Ledger, Slot, newest
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
 from outcore.spec.lane_names import Lane
@@ -69,7 +69,7 @@ class WeightOrder(Generic[H]):
         self.units, self._port = units, port
         self.on_device = WeightSlots(pools.slots("device", "weights"), port, "slot free")
         self.on_host = WeightSlots(pools.slots("host", "weights"), port, "staging free")
-        self.all_gather: Callable[[Ledger[H], Span, Span], Deed] = _on_paper
+        self.all_gather: Callable[[Ledger[H], ByteSpan, ByteSpan], Deed] = _on_paper
         """Unit, home, slot -> deed that fills the slot with the runs of all sharers. This rank's runs are in the home
         if that is on the device, else in the slot."""
 
@@ -100,13 +100,13 @@ class WeightOrder(Generic[H]):
         self.on_device.put(place, index, fetched)
         unit.slot = slot
 
-    def _runs(self, unit: Ledger[H], source: Span, slot: Slot[H]) -> tuple[list[Span], list[Span]]:
+    def _runs(self, unit: Ledger[H], source: ByteSpan, slot: Slot[H]) -> tuple[list[ByteSpan], list[ByteSpan]]:
         """Return this rank's runs in a home or host slot, and their places in a slot on the device."""
         runs = unit.cut.runs()
         reads = [source.part(run.home, run.home + run.nbytes) for run in runs]
         return reads, [slot.span(run.layout + run.nbytes, run.layout) for run in runs]
 
-    def _put_together(self, unit: Ledger[H], whole: Span, after: After[H]) -> H:
+    def _put_together(self, unit: Ledger[H], whole: ByteSpan, after: After[H]) -> H:
         """Submit the all-gather that completes weights in a slot. See [Note: cut fetches]."""
         home = unit.weights.span()
         return self._port.submit(

@@ -27,7 +27,7 @@ _GIVEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that were prepared before. Their states ended with that run, or live on elsewhere."""
 
 
-class _Expected(NamedTuple):
+class _ArgumentType(NamedTuple):
     """What an argument must be."""
 
     kinds: type | tuple[type, ...]
@@ -35,12 +35,12 @@ class _Expected(NamedTuple):
     advice: str
 
 
-_FOLDER = _Expected((str, os.PathLike), "a folder or None", "name the folder")
+_FOLDER = _ArgumentType((str, os.PathLike), "a folder or None", "name the folder")
 _EXPECTED = {
-    "budget": _Expected(Budget, "an outcore.Budget or None", "build one, such as outcore.Budget(device='8GiB')"),
-    "plan": _Expected(Plan, "an outcore.Plan or None", "read one from its file with outcore.Plan.load(path)"),
-    "clipping": _Expected(bool, "True or False", "False promises to ask for no gradient norm"),
-    "units": _Expected(Iterable, "a list of classes or names of modules, or None", "put it into a list"),
+    "budget": _ArgumentType(Budget, "an outcore.Budget or None", "build one, such as outcore.Budget(device='8GiB')"),
+    "plan": _ArgumentType(Plan, "an outcore.Plan or None", "read one from its file with outcore.Plan.load(path)"),
+    "clipping": _ArgumentType(bool, "True or False", "False promises to ask for no gradient norm"),
+    "units": _ArgumentType(Iterable, "a list of classes or names of modules, or None", "put it into a list"),
     "weights": _FOLDER,
     "checkpoint": _FOLDER,
 }

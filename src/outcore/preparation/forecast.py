@@ -18,7 +18,7 @@ import torch
 
 from outcore.core.errors import ConfigError, DiskError, MemoryBudgetError
 from outcore.planner.forward.footprint import Footprint, as_run
-from outcore.planner.homes.activation_policies import Away
+from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.early_placement import with_early_updates
 from outcore.planner.homes.pools import LEAST, pools_for
 from outcore.planner.paper.paper_schedule import Circumstances
@@ -89,7 +89,7 @@ class Forecast:
     def _may_be_early(self) -> bool:
         return self.loop.is_promised and not self.loop.clips
 
-    def job(self, limits: Limits, ways: tuple[Away | None, ...] = (None,)) -> Job:
+    def job(self, limits: Limits, ways: tuple[ActivationPolicy | None, ...] = (None,)) -> Job:
         """Return the job of a search. Args: ways: What may become of activations; None: they are recomputed."""
         early = self._may_be_early
         return Job(

@@ -18,7 +18,7 @@ from outcore.model.casts import Autocast
 from outcore.model.partition import Partition
 from outcore.planner.forward.footprint import Footprint
 from outcore.planner.forward.saved_bytes import footprint_of
-from outcore.planner.homes.activation_policies import Activations, Sending, sendings, workspace_bytes
+from outcore.planner.homes.activation_policies import Activations, SizedActivationPolicy, sendings, workspace_bytes
 from outcore.planner.homes.check import check_plan, room_bytes, with_room
 from outcore.planner.homes.early_placement import with_early_updates
 from outcore.planner.homes.placement import fitting, refusal
@@ -228,7 +228,7 @@ class Timed:
             return None
 
 
-class Placed(NamedTuple):
+class PlacedPlan(NamedTuple):
     """A plan, and how it came about."""
 
     plan: Plan
@@ -236,9 +236,9 @@ class Placed(NamedTuple):
     """The plan without the activations that leave."""
     candidate: Candidate | None
     """Short description of the plan; None if it is the rule's."""
-    sending: Sending | None
+    sending: SizedActivationPolicy | None
     """What units save and where that rests; None: activations stay, and are recomputed."""
-    rule: Sending | None
+    rule: SizedActivationPolicy | None
     """The same of the rule's plan."""
 
 
@@ -252,17 +252,17 @@ class Planner:
         is_asked = self._tier is not None or device.activation_share > 0
         self._footprint = timed.footprint if is_asked else None
 
-    def placed(self) -> Placed:
+    def placed(self) -> PlacedPlan:
         """Find a plan. Activations rest where the user wants them, else where the predicted step is shortest."""
         usual = self.usual()
         away = [] if self._tier is not None else [*self._selected(), *self._anywhere()]
         return self._searched(usual, away)._replace(rule=usual.sending)
 
-    def usual(self) -> Placed:
+    def usual(self) -> PlacedPlan:
         """Return the rule's plan, without a search for a faster one. Raises: PlanInfeasibleError: Nothing fits."""
         return self._first_fitting(self._sendings(self._tier) if self._tier is not None else [None, *self._anywhere()])
 
-    def _searched(self, usual: Placed, others: Sequence[Sending]) -> Placed:
+    def _searched(self, usual: PlacedPlan, others: Sequence[SizedActivationPolicy]) -> PlacedPlan:
         """Return the fastest plan. Args: usual: The rule's plan. others: Other ways to treat activations."""
         if usual.bare.rests_on_device and (not others or self._keeps_all(usual)):
             return usual
@@ -283,14 +283,14 @@ class Planner:
         promised = dataclasses.replace(usual.bare, accumulation_steps=steps)
         return self._whole(with_early_updates(self._cut.spec, promised, left), None, usual.sending)
 
-    def _keeps_all(self, usual: Placed) -> bool:
+    def _keeps_all(self, usual: PlacedPlan) -> bool:
         """Whether nothing is recomputed, or no footprint tells what is."""
         if self._footprint is None:
             return True
         keeps = usual.plan.plain or self._timed.keeps_what_fits
         return keeps and self._footprint.keep_bytes <= usual.plan.kept_bytes
 
-    def _first_fitting(self, ways: Sequence[Sending | None]) -> Placed:
+    def _first_fitting(self, ways: Sequence[SizedActivationPolicy | None]) -> PlacedPlan:
         """Return the rule's plan with the first way for which there is room (None: activations stay)."""
         spec, steps = self._cut.spec, self._options.accumulation_steps
         for sending in ways:
@@ -300,17 +300,17 @@ class Planner:
                 return self._whole(bare, None, sending)
         raise refusal(spec, self._limits, list(map(self._activations, ways)))
 
-    def _activations(self, sending: Sending | None) -> Activations:
+    def _activations(self, sending: SizedActivationPolicy | None) -> Activations:
         names = (unit.name for unit in self._cut.spec.units)
         return Activations.of(names, self._footprint, self._device.activation_share, sending)
 
-    def _anywhere(self) -> Iterator[Sending]:
+    def _anywhere(self) -> Iterator[SizedActivationPolicy]:
         """Yield ways to host memory and disk. There are none from a device that uses host memory."""
         if not self._device.has_host_memory:
             yield from self._sendings("host")
             yield from self._sendings("disk") if self._limits.disk_bytes else ()
 
-    def _selected(self) -> Iterator[Sending]:
+    def _selected(self) -> Iterator[SizedActivationPolicy]:
         """Yield ``select`` on a device with its own memory: results that are dear to compute stay beside arguments."""
         saved = {} if self._footprint is None else self._footprint.saved
         gains = any(unit.select > unit.recompute for unit in saved.values())
@@ -320,19 +320,19 @@ class Planner:
             and self._options.compile is False
             and not self._device.has_host_memory
         ):
-            yield Sending("device", "select", self._footprint)
+            yield SizedActivationPolicy("device", "select", self._footprint)
 
-    def _sendings(self, tier: AwayTier) -> list[Sending]:
+    def _sendings(self, tier: AwayTier) -> list[SizedActivationPolicy]:
         footprint, may_select = self._footprint, self._options.compile is False
         return [] if footprint is None else sendings(tier, footprint, may_select=may_select)
 
-    def _whole(self, bare: Plan, candidate: Candidate | None, sending: Sending | None) -> Placed:
+    def _whole(self, bare: Plan, candidate: Candidate | None, sending: SizedActivationPolicy | None) -> PlacedPlan:
         """Add the activations that leave, and the room that is left to keep others."""
         spec, plan = self._cut.spec, bare if sending is None else sending.applied(bare)
         plan = dataclasses.replace(plan, workspace_bytes=self._workspace_bytes(plan.units))
         check_plan(spec, plan, self._limits)
         plan = with_room(spec, plan, self._limits, clipping=self._options.clipping)
-        return Placed(plan, bare, candidate, sending, sending)
+        return PlacedPlan(plan, bare, candidate, sending, sending)
 
     def _workspace_bytes(self, units: Sequence[UnitPlan]) -> int:
         """Return device bytes to leave to activations and workspace; 0: not known, or not in the device's budget."""

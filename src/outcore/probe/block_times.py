@@ -39,12 +39,12 @@ from outcore.device.device import Device
 from outcore.model.casts import Autocast
 from outcore.model.equal_calls import Shape, stand_in
 from outcore.model.partition import Partition
-from outcore.planner.forward.calls import Call, Calls
+from outcore.planner.forward.calls import Calls, ShapeCall
 from outcore.planner.forward.saved_bytes import loss_of
 from outcore.planner.forward.shapes import left_as_it_is
 from outcore.planner.timing.profile import UnitTimes
 from outcore.probe.compute_rates import blocks, products
-from outcore.probe.loads import Load, usual_speed
+from outcore.probe.loads import ProbeLoad, usual_speed
 from outcore.spec.hardware import Hardware
 from outcore.torch_private import pytree
 
@@ -76,7 +76,7 @@ class Speed:
     def __init__(self, device: Device, hardware: Hardware) -> None:
         """Args: device: The device that computes. hardware: Its measurement."""
         self._autocast, part = Autocast.now(device.torch_device), hardware.device
-        self._usual: list[tuple[Load, float]] = []
+        self._usual: list[tuple[ProbeLoad, float]] = []
         """Loads, and the speeds that they had when the machine was measured."""
         if device.computes_on_host:
             with self._autocast.off():  # those of the probe were in fp32
@@ -108,10 +108,10 @@ def measure_blocks(
     """
     weights = {unit.name: unit.weight_bytes for unit in cut.spec.units if counted_s[unit.name] <= MOST_S}
 
-    def measured(call: Call) -> UnitTimes | None:
+    def measured(call: ShapeCall) -> UnitTimes | None:
         if call.unit not in weights:
             return None
-        make, usual_s = partial(_Block, cut, call, device), counted_s[call.unit] / len(calls.of[call.unit])
+        make, usual_s = partial(_TimedBlock, cut, call, device), counted_s[call.unit] / len(calls.of[call.unit])
         return _least(partial(_measured, make, weights[call.unit], device, speed), usual_s, device)
 
     return [measured(call) for call in calls.kinds.values()]
@@ -132,7 +132,7 @@ def measure_rest(
     return _least(partial(_measured, make, cut.spec.units[0].weight_bytes, device, speed), counted_s[""], device)
 
 
-class _Part(Protocol):
+class _RunnablePart(Protocol):
     """A part of the model that can run: its tensors have values."""
 
     @property
@@ -150,7 +150,7 @@ class _Part(Protocol):
         """Call a function while the part's tensors are lent to the model, and return its result."""
 
 
-class _Lent(nn.Module):
+class _LendingModule(nn.Module):
     """Calls a function while parameters are lent to a module."""
 
     def __init__(self, module: nn.Module, then: Callable[[], Any]) -> None:
@@ -165,14 +165,14 @@ def _lend(module: nn.Module, own: Mapping[str, torch.Tensor], then: Callable[[],
     """Lend tensors for all turns at once: lending takes longer than launching the kernels of a small block."""
     with left_as_it_is(module):
         lent = {f"module.{name}": tensor for name, tensor in own.items()}
-        result: _T = torch.func.functional_call(_Lent(module, then), lent, ())
+        result: _T = torch.func.functional_call(_LendingModule(module, then), lent, ())
         return result
 
 
-class _Block:
+class _TimedBlock:
     """One call of a unit."""
 
-    def __init__(self, cut: Partition, call: Call, device: Device) -> None:
+    def __init__(self, cut: Partition, call: ShapeCall, device: Device) -> None:
         names = [unit.name for unit in cut.spec.units]
         self.module = cut.modules[names.index(call.unit)]
         self._own = _own(cut, self.module, device.torch_device)
@@ -281,7 +281,7 @@ def _least(measure: Callable[[], UnitTimes | None], counted_s: float, device: De
     return found
 
 
-def _measured(make: Callable[[], _Part], nbytes: int, device: Device, speed: Speed) -> UnitTimes | None:
+def _measured(make: Callable[[], _RunnablePart], nbytes: int, device: Device, speed: Speed) -> UnitTimes | None:
     """Measure a part; None if it does not run alone or is too large. Args: nbytes: Size of its weights."""
     if 2 * nbytes > device.memory_bytes() // _OF_FREE:
         return None
@@ -301,7 +301,7 @@ def _measured(make: Callable[[], _Part], nbytes: int, device: Device, speed: Spe
 class _Measurement:
     """Takes turns of one part. A turn is some forwards, then their backwards."""
 
-    def __init__(self, part: _Part, device: Device, speed: Speed, at_a_time: int) -> None:
+    def __init__(self, part: _RunnablePart, device: Device, speed: Speed, at_a_time: int) -> None:
         """Args: at_a_time: The most forwards in a turn."""
         self._part, self._device, self._speed, self._at_a_time = part, device, speed, at_a_time
         self._autocast = Autocast.now(device.torch_device)

@@ -20,7 +20,7 @@ from outcore.memory.disk import DiskStore, Extent
 from outcore.optim.blocks import Piece, update_blocks
 from outcore.optim.kernels import FusedStep, apply
 from outcore.optim.rules import AdamHyper
-from outcore.probe.loads import Load
+from outcore.probe.loads import ProbeLoad
 from outcore.probe.small_block import SmallBlock
 from outcore.spec.lane_names import Lane
 
@@ -53,7 +53,7 @@ _TRANSFERS = {
 """Link -> the lane that serves it, and the method of the store."""
 
 
-def copies(device: Device, lane: Lane, to: torch.Tensor, origin: torch.Tensor, nbytes: int) -> Load:
+def copies(device: Device, lane: Lane, to: torch.Tensor, origin: torch.Tensor, nbytes: int) -> ProbeLoad:
     """Copies of ``nbytes`` each, cycling through two buffers of equal size."""
     places, region = _places(to.numel(), nbytes), Region("probe", 0, nbytes)
 
@@ -66,10 +66,10 @@ def copies(device: Device, lane: Lane, to: torch.Tensor, origin: torch.Tensor, n
         handles = [submit() for _ in range(_QUEUED)]
         handles[-1].wait()
 
-    return Load(lane.value, _QUEUED * nbytes, turn)
+    return ProbeLoad(lane.value, _QUEUED * nbytes, turn)
 
 
-def updates(device: Device, workers: UpdateWorkers, memory: torch.Tensor) -> Load:
+def updates(device: Device, workers: UpdateWorkers, memory: torch.Tensor) -> ProbeLoad:
     """AdamW by the host's workers over a whole buffer, on the lane of updates."""
     pieces = _pieces(memory)
     numel = pieces[0].target.numel()
@@ -78,10 +78,10 @@ def updates(device: Device, workers: UpdateWorkers, memory: torch.Tensor) -> Loa
     def turn() -> None:
         device.submit(Lane.UPDATE, "probe", lambda: workers.run(pieces), writes=writes).wait()
 
-    return Load("update", numel, turn)
+    return ProbeLoad("update", numel, turn)
 
 
-def device_updates(device: Device, memory: torch.Tensor) -> Load:
+def device_updates(device: Device, memory: torch.Tensor) -> ProbeLoad:
     """AdamW by the device over a whole buffer in its memory."""
     pieces = _pieces(memory)
     room = device.allocate(min(4 * pieces[0].target.numel(), device.update_block_bytes))
@@ -90,10 +90,10 @@ def device_updates(device: Device, memory: torch.Tensor) -> Load:
         update_blocks(pieces, room)
         device.mark("probe").wait()
 
-    return Load("device_update", pieces[0].target.numel(), turn, is_compute=True)
+    return ProbeLoad("device_update", pieces[0].target.numel(), turn, is_compute=True)
 
 
-def plain_updates(device: Device, nbytes: int) -> Load:
+def plain_updates(device: Device, nbytes: int) -> ProbeLoad:
     """AdamW as in a plain plan, over ``nbytes`` of parameters, gradients and moments, after clipping by their norm."""
     numel = max(nbytes // _PLAIN_BYTES // _TENSORS, 1)
 
@@ -127,7 +127,7 @@ def _pieces(memory: torch.Tensor) -> list[Piece]:
     return [Piece(target=target, grad=grad, states=states, weights=weights, step=10, hyper=_HYPER)]
 
 
-def products(device: Device, dtype: torch.dtype) -> Load:
+def products(device: Device, dtype: torch.dtype) -> ProbeLoad:
     """Square matrix products, wide enough that one takes some milliseconds."""
 
     def sized(width: int) -> tuple[float, Callable[[], object]]:
@@ -137,7 +137,7 @@ def products(device: Device, dtype: torch.dtype) -> Load:
     return _sized(device, sized, 256, _MOST_WIDTH)
 
 
-def attention(device: Device, dtype: torch.dtype) -> Load:
+def attention(device: Device, dtype: torch.dtype) -> ProbeLoad:
     """Causal attention, long enough that one call takes some milliseconds."""
     heads, head_size = _HEADS[device.computes_on_host]
 
@@ -150,7 +150,7 @@ def attention(device: Device, dtype: torch.dtype) -> Load:
     return _sized(device, sized, 256, _MOST_TOKENS)
 
 
-def elementwise(device: Device, nbytes: int) -> Load:
+def elementwise(device: Device, nbytes: int) -> ProbeLoad:
     """Activation functions, as between a model's products: into new memory, or cycling through a device's memory."""
     if device.computes_on_host:
         values = torch.full((nbytes // 4,), 0.01, dtype=torch.float32, device=device.torch_device)
@@ -166,7 +166,7 @@ def elementwise(device: Device, nbytes: int) -> Load:
     return _sized(device, lambda _: (2.0 * parts[0].nbytes, work), 1, 1)
 
 
-def kernels(device: Device, number: int) -> Load:
+def kernels(device: Device, number: int) -> ProbeLoad:
     """About ``number`` kernels of tiny blocks, one by one. See [Note: launching] in ``probe.small_block``."""
     blocks = [SmallBlock(device.torch_device) for _ in range(max(1, number // SmallBlock.kernels))]
     values = blocks[0].example()
@@ -179,20 +179,22 @@ def kernels(device: Device, number: int) -> Load:
     return _compute(device, len(blocks) * SmallBlock.kernels, work)
 
 
-def blocks(device: Device) -> Load:
+def blocks(device: Device) -> ProbeLoad:
     """Forward of a block as wide as those of a model that the host trains."""
     block = SmallBlock(device.torch_device, *_OF_A_MODEL)
     return _compute(device, 1.0, torch.no_grad()(partial(block, block.example())))
 
 
-def half_blocks(device: Device) -> Load:
+def half_blocks(device: Device) -> ProbeLoad:
     """The same, half a block per turn."""
     block = SmallBlock(device.torch_device, *_OF_A_MODEL)
     values, halves = block.example(), itertools.cycle((block.attend, block.gate))
     return _compute(device, 0.5, torch.no_grad()(lambda: next(halves)(values)))
 
 
-def _sized(device: Device, sized: Callable[[int], tuple[float, Callable[[], object]]], size: int, most: int) -> Load:
+def _sized(
+    device: Device, sized: Callable[[int], tuple[float, Callable[[], object]]], size: int, most: int
+) -> ProbeLoad:
     """Return the smallest load that takes long enough; if none does, the largest one, repeated."""
     while True:
         load = _compute(device, *sized(size))
@@ -205,7 +207,7 @@ def _sized(device: Device, sized: Callable[[int], tuple[float, Callable[[], obje
         size *= 2
 
 
-def _repeated(device: Device, amount: float, work: Callable[[], object], times: int) -> Load:
+def _repeated(device: Device, amount: float, work: Callable[[], object], times: int) -> ProbeLoad:
     def works() -> None:
         for _ in range(times):
             work()
@@ -213,15 +215,15 @@ def _repeated(device: Device, amount: float, work: Callable[[], object], times: 
     return _compute(device, times * amount, works)
 
 
-def _compute(device: Device, amount: float, work: Callable[[], object]) -> Load:
+def _compute(device: Device, amount: float, work: Callable[[], object]) -> ProbeLoad:
     def turn() -> None:
         work()
         device.mark("probe").wait()
 
-    return Load("compute", amount, turn, is_compute=True)
+    return ProbeLoad("compute", amount, turn, is_compute=True)
 
 
-def transfers(device: Device, store: DiskStore, extent: Extent, memory: torch.Tensor, link: str) -> Load:
+def transfers(device: Device, store: DiskStore, extent: Extent, memory: torch.Tensor, link: str) -> ProbeLoad:
     """Disk reads into memory, or writes from it, cycling through an extent."""
     lane, move = _TRANSFERS[link]
     nbytes = memory.numel()
@@ -232,7 +234,7 @@ def transfers(device: Device, store: DiskStore, extent: Extent, memory: torch.Te
         part = extent.part(here, here + nbytes)
         device.submit(lane, "probe", lambda: move(store, part, memory), writes=writes).wait()
 
-    return Load(link, nbytes, turn)
+    return ProbeLoad(link, nbytes, turn)
 
 
 def fill(store: DiskStore, extent: Extent, memory: torch.Tensor) -> None:

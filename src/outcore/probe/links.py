@@ -15,7 +15,7 @@ from outcore.device.opening import reach_one_another
 from outcore.probe import compute_rates as work
 from outcore.probe.loads import usual_speed
 from outcore.probe.measure import MIB, memory_of_host
-from outcore.probe.samples import Line, line, usual_s
+from outcore.probe.samples import FittedLine, line, usual_s
 from outcore.ranks.world import World
 from outcore.spec.hardware import LinksPart, NetworkPart
 from outcore.spec.lane_names import Lane
@@ -27,7 +27,7 @@ _OWN_LINKS = 1.25
 """Links that are more than this many times as fast as the bus do not run over it."""
 
 
-class Between(NamedTuple):
+class RankConnection(NamedTuple):
     """What connects ranks."""
 
     links: LinksPart | None
@@ -36,7 +36,7 @@ class Between(NamedTuple):
     """None if there is one node."""
 
 
-def measure_links(world: World, device: Device, sizes: Sequence[int] = _SIZES) -> Between:
+def measure_links(world: World, device: Device, sizes: Sequence[int] = _SIZES) -> RankConnection:
     """Measure how ranks reach one another. A collective; nothing else should run meanwhile.
 
     Args:
@@ -49,14 +49,14 @@ def measure_links(world: World, device: Device, sizes: Sequence[int] = _SIZES) -
     world.join_lanes(device)
     per_node = world.size if world.size % world.local_size else world.local_size
     with ExitStack() as closing:
-        found = _Ranks(world, device, per_node, sizes, closing)
-        return Between(
+        found = _RankProbe(world, device, per_node, sizes, closing)
+        return RankConnection(
             links=found.links() if per_node > 1 else None,
             network=found.network() if per_node < world.size else None,
         )
 
 
-class _Ranks:
+class _RankProbe:
     """Measures with buffers of its own, which are freed when the stack closes."""
 
     def __init__(self, world: World, device: Device, per_node: int, sizes: Sequence[int], closing: ExitStack) -> None:
@@ -103,7 +103,7 @@ class _Ranks:
         sources = dict.fromkeys(("bytes_per_s", "latency_s"), "measured")
         return NetworkPart(bytes_per_s=found.per_s, latency_s=found.latency_s, sources=sources)
 
-    def _line(self, part: float, meet: Callable[[int], None]) -> Line:
+    def _line(self, part: float, meet: Callable[[int], None]) -> FittedLine:
         """Measure at all sizes. Args: part: Part of a size that passes. meet: Lets all ranks exchange a size."""
         return line({int(part * nbytes): self._usual_s(meet, nbytes) for nbytes in self._sizes})
 

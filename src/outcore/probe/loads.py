@@ -15,7 +15,7 @@ _LEAST_TURNS = 3
 
 
 @dataclass(frozen=True)
-class Load:
+class ProbeLoad:
     """Work for one link, to be repeated."""
 
     link: str
@@ -28,10 +28,10 @@ class Load:
 
 
 @dataclass
-class _Run:
+class _LoadTurns:
     """The turns of one load."""
 
-    load: Load
+    load: ProbeLoad
     turns: list[tuple[float, float]] = field(default_factory=list)
     error: BaseException | None = None
 
@@ -49,7 +49,7 @@ class _Run:
         return sum(max(min(end, end_s) - max(start, start_s), 0.0) / (end - start) for start, end in self.turns)
 
 
-def usual_speed(load: Load, window_s: float) -> float:
+def usual_speed(load: ProbeLoad, window_s: float) -> float:
     """Measure the amount per second of a load that runs alone, as if no other program ran on the machine.
 
     Args:
@@ -60,7 +60,7 @@ def usual_speed(load: Load, window_s: float) -> float:
     return load.amount / usual_s([end - start for start, end in run.turns])
 
 
-def speeds(loads: Sequence[Load], window_s: float) -> dict[str, float]:
+def speeds(loads: Sequence[ProbeLoad], window_s: float) -> dict[str, float]:
     """Measure the amount per second of each load while all of them run.
 
     Args:
@@ -72,8 +72,8 @@ def speeds(loads: Sequence[Load], window_s: float) -> dict[str, float]:
     return {run.load.link: run.load.amount * run.number(start_s, end_s) / (end_s - start_s) for run in runs}
 
 
-def _run(loads: Sequence[Load], window_s: float) -> list[_Run]:
-    runs = [_Run(load) for load in loads]
+def _run(loads: Sequence[ProbeLoad], window_s: float) -> list[_LoadTurns]:
+    runs = [_LoadTurns(load) for load in loads]
     until_s = time.perf_counter() + window_s
 
     def is_over() -> bool:

@@ -30,8 +30,8 @@ from outcore.memory.host import HostMemory
 from outcore.memory.limits import disk_free_bytes, host_bytes, host_free_bytes
 from outcore.memory.topology import cache_bytes
 from outcore.probe import compute_rates as work
-from outcore.probe.loads import Load, speeds, usual_speed
-from outcore.probe.samples import Line, line, parts
+from outcore.probe.loads import ProbeLoad, speeds, usual_speed
+from outcore.probe.samples import FittedLine, line, parts
 from outcore.probe.visits import VisitTimes, visit_times
 from outcore.spec.hardware import BusPart, DevicePart, DiskPart, Hardware, HostPart
 from outcore.spec.lane_names import Lane
@@ -145,10 +145,10 @@ def product_flops(open_device: Callable[[], Device]) -> float:
         return _rate(work.products(device, _BFLOAT16), _QUICK_S)
 
 
-class _Links(NamedTuple):
+class _LinkResults(NamedTuple):
     """What was measured of links."""
 
-    lines: Mapping[str, Line]
+    lines: Mapping[str, FittedLine]
     """Link -> its rate and latency, for links that move bytes."""
     alone: Mapping[str, float]
     """Link -> bytes, parameters or operations per second, with the largest copies and transfers that were measured."""
@@ -160,7 +160,7 @@ class _Links(NamedTuple):
         return min(max(sum(self.left[pair]), 0.5), 2.0)
 
 
-class _Round(NamedTuple):
+class _ProbeRound(NamedTuple):
     """What one round found."""
 
     computing: dict[str, float]
@@ -193,7 +193,7 @@ class _Probe:
         if device.computes_on_host:
             self._shared.append(work.half_blocks(device))
 
-    def measured(self) -> tuple[dict[str, float], _Links]:
+    def measured(self) -> tuple[dict[str, float], _LinkResults]:
         """Measure the device's rates and all links; the median of the rounds counts."""
         rounds = [self._round() for _ in range(self._effort.rounds)]
         alone = _middle([found.alone for found in rounds])
@@ -203,21 +203,21 @@ class _Probe:
         }
         lines = {link: line({size: alone[link, size] for size in each}) for link, each in self._moves.items()}
         usual = _middle([found.usual for found in rounds])
-        return _middle([found.computing for found in rounds]), _Links(lines, usual, left)
+        return _middle([found.computing for found in rounds]), _LinkResults(lines, usual, left)
 
-    def _round(self) -> _Round:
+    def _round(self) -> _ProbeRound:
         sized = [(link, size, load) for link, each in self._moves.items() for size, load in each.items()]
-        return _Round(
+        return _ProbeRound(
             {name: _rate(load(), self._window_s) for name, load in self._computing.items()},
             {(link, size): size / _rate(load, self._window_s) for link, size, load in sized},
             {load.link: _rate(load, self._window_s) for load in self._shared},
             self._left(self._shared),
         )
 
-    def _compute_loads(self, updated: torch.Tensor) -> dict[str, Callable[[], Load]]:
+    def _compute_loads(self, updated: torch.Tensor) -> dict[str, Callable[[], ProbeLoad]]:
         """Return what makes the device's loads. Each frees its memory before the next one is made."""
         device, through_bytes = self._device, self._effort.sizes[-1]
-        loads: dict[str, Callable[[], Load]] = {
+        loads: dict[str, Callable[[], ProbeLoad]] = {
             "fp32_flops": partial(work.products, device, _FLOAT32),
             "bf16_flops": partial(work.products, device, _BFLOAT16),
             "attention_flops": partial(work.attention, device, _BFLOAT16),
@@ -228,7 +228,7 @@ class _Probe:
         }
         return loads | ({"blocks_per_s": partial(work.blocks, device)} if device.computes_on_host else {})
 
-    def _without_slow(self, moves: dict[str, dict[int, Load]]) -> dict[str, dict[int, Load]]:
+    def _without_slow(self, moves: dict[str, dict[int, ProbeLoad]]) -> dict[str, dict[int, ProbeLoad]]:
         """Leave out the longest transfers if one takes too long on this drive."""
         *_, usual = self._effort.sizes
         long = [(each[usual], size) for each in moves.values() for size in each if size > usual]
@@ -236,7 +236,7 @@ class _Probe:
             return moves
         return {link: {size: load for size, load in each.items() if size <= usual} for link, each in moves.items()}
 
-    def _left(self, loads: Sequence[Load]) -> dict[tuple[str, str], tuple[float, ...]]:
+    def _left(self, loads: Sequence[ProbeLoad]) -> dict[tuple[str, str], tuple[float, ...]]:
         """Return the parts of their speeds that two loads keep beside each other, by links.
 
         Speeds alone are measured in the same round, since a machine with other programs, or a virtual one, changes its
@@ -251,7 +251,7 @@ class _Probe:
             left[pair[0].link, pair[1].link] = tuple(both[load.link] / alone[load.link] for load in pair)
         return left
 
-    def _move_loads(self, there: torch.Tensor, store: DiskStore | None) -> dict[str, dict[int, Load]]:
+    def _move_loads(self, there: torch.Tensor, store: DiskStore | None) -> dict[str, dict[int, ProbeLoad]]:
         """Make loads of copies and transfers: link -> size -> load."""
         half, sizes, here = self._buffer_bytes // 2, self._effort.sizes, self._host_memory(self._buffer_bytes)
         ways = {Lane.H2D: (there[:half], here[:half]), Lane.D2H: (here[half:], there[half:])}
@@ -286,7 +286,7 @@ def _middle(rounds: Sequence[dict[_Key, float]]) -> dict[_Key, float]:
     return {name: median(found[name] for found in rounds) for name in rounds[0]}
 
 
-def _rate(load: Load, window_s: float) -> float:
+def _rate(load: ProbeLoad, window_s: float) -> float:
     load.turn()  # so that kernels are chosen and memory is touched
     return usual_speed(load, window_s)
 
@@ -303,7 +303,7 @@ def _device(rates: Mapping[str, float], device: Device) -> DevicePart:
     )
 
 
-def _bus(links: _Links) -> BusPart:
+def _bus(links: _LinkResults) -> BusPart:
     there, back = links.lines["h2d"], links.lines["d2h"]
     return BusPart(
         h2d_bytes_per_s=there.per_s,
@@ -314,7 +314,7 @@ def _bus(links: _Links) -> BusPart:
     )
 
 
-def _host(links: _Links, visits: VisitTimes, device: Device) -> HostPart:
+def _host(links: _LinkResults, visits: VisitTimes, device: Device) -> HostPart:
     update = links.alone["update"]
     # Of two links compute is the second one: it is measured last.
     beside = {pair: [min(part, 1.0) for part in kept] for pair, kept in links.left.items() if COMPUTE in pair}
@@ -335,7 +335,7 @@ def _host(links: _Links, visits: VisitTimes, device: Device) -> HostPart:
     )
 
 
-def _disk(links: _Links, disks: Sequence[Path], store: DiskStore) -> DiskPart:
+def _disk(links: _LinkResults, disks: Sequence[Path], store: DiskStore) -> DiskPart:
     read, write = links.lines["disk_read"], links.lines["disk_write"]
     how = "measured, through the page cache" if store.buffered_paths else "measured, with direct I/O"
     return DiskPart(

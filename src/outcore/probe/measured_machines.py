@@ -33,7 +33,7 @@ from outcore.spec.text_file import Described
 
 if TYPE_CHECKING:
     from outcore.device.device import Device
-    from outcore.probe.links import Between
+    from outcore.probe.links import RankConnection
 
 PROBE_VERSION = "12"
 """Version of the method of measuring. Measurements with another version are stale."""
@@ -121,7 +121,7 @@ class Machine:
         found = map(_kept_in, self.path.parent.glob(f"{Machine(self.torch_device).path.stem}-*.json"))
         return max((each for each in found if each is not None), key=lambda each: each.at, default=None)
 
-    def measure(self, effort: str, *, is_kept: bool = True, between: Between | None = None) -> Measured:
+    def measure(self, effort: str, *, is_kept: bool = True, between: RankConnection | None = None) -> Measured:
         """Measure the machine.
 
         Args:

@@ -14,14 +14,14 @@ slow. On a busy machine, timings of equal work differ by 10%.
 _SWEEPS = 300
 
 
-class Line(NamedTuple):
+class FittedLine(NamedTuple):
     """A straight line: an operation takes its bytes over a rate, plus a latency."""
 
     per_s: float
     latency_s: float
 
 
-def line(points: Mapping[int, float]) -> Line:
+def line(points: Mapping[int, float]) -> FittedLine:
     """Fit work against time by the smallest and the largest size.
 
     Args:
@@ -29,10 +29,10 @@ def line(points: Mapping[int, float]) -> Line:
     """
     (least, least_s), *_, (most, most_s) = sorted(points.items())
     if most_s <= least_s:  # noise: use the large one alone
-        return Line(most / most_s, 0.0)
+        return FittedLine(most / most_s, 0.0)
     per_s = (most - least) / (most_s - least_s)
     latency_s = least_s - least / per_s
-    return Line(per_s, latency_s) if latency_s > 0 else Line(most / most_s, 0.0)
+    return FittedLine(per_s, latency_s) if latency_s > 0 else FittedLine(most / most_s, 0.0)
 
 
 def usual_s(seconds: Sequence[float]) -> float:

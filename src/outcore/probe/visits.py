@@ -17,7 +17,7 @@ from outcore.engine.optimizer import StreamedOptimizer
 from outcore.engine.unit.one_process import measuring
 from outcore.model.partition import partition
 from outcore.optim.rules import rule_for
-from outcore.planner.search.plan_space import ALL_DEVICE, ALL_HOST, Choice, Kind
+from outcore.planner.search.plan_space import ALL_DEVICE, ALL_HOST, PlanSpace, UnitHomes
 from outcore.probe.samples import usual_s
 
 _UNITS, _WIDTH, _WARM_UP = 8, 16, 3
@@ -49,12 +49,12 @@ def visit_times(open_device: Callable[[], Device], steps: int) -> VisitTimes:
     return VisitTimes(*(max((s - plain_s) / (2 * _UNITS), _LEAST_S) for s in streamed_s))
 
 
-def _streamed_s(device: Device, kind: Kind, steps: int) -> float:
+def _streamed_s(device: Device, kind: UnitHomes, steps: int) -> float:
     """Time a step with the engine."""
     model, optimizer = _model(device)
     rule = rule_for(optimizer)
     cut = partition(model, units=[nn.Linear], keeps=rule.kept(optimizer.param_groups))
-    choice = Choice(cut.spec, policy="recompute", accumulation_steps=None, may_be_early=False)
+    choice = PlanSpace(cut.spec, policy="recompute", accumulation_steps=None, may_be_early=False)
     engine = Engine(cut, choice.plan(choice.uniform(kind)), device, [], rule, Promises())
     try:
         values = FirstValues(model, None)

@@ -89,7 +89,7 @@ class Groups:
             distributed.destroy_process_group(group)
 
 
-class Links:
+class LaneGroups:
     """The groups of one lane."""
 
     def __init__(self, new_group: Callable[[str], Any], backend: str) -> None:

@@ -30,7 +30,7 @@ from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.ranks import TIMEOUT, OtherRankError, launched
 from outcore.device.device import Device
 from outcore.device.opening import backends
-from outcore.ranks.groups import Groups, Links, Notes, gather_single
+from outcore.ranks.groups import Groups, LaneGroups, Notes, gather_single
 from outcore.spec.lane_names import Lane
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class World:
         self.note("prepare")
         with self._doing("call prepare"):
             self._control = self._groups.new("gloo")
-        self._cuts: dict[tuple[int, bool], Links] = {}
+        self._cuts: dict[tuple[int, bool], LaneGroups] = {}
         """Groups by number of ranks that share weights: of these ranks (True), or those with the same part (False)."""
         self.last_step = ""
         """Settings of the last step. Weights that are put together must have been updated alike."""
@@ -71,9 +71,9 @@ class World:
         """Make the groups of lanes. A collective. Args: device: This rank's; its lanes hang up when they close."""
         self.all_of(None)  # no rank begins before all are here
         with self._doing("make groups of lanes"):
-            self._reduce = Links(self._groups.new, device.group_backend)
+            self._reduce = LaneGroups(self._groups.new, device.group_backend)
             self._save = self._groups.new("gloo")
-            self._cuts[1, False] = Links(self._groups.new, device.group_backend)
+            self._cuts[1, False] = LaneGroups(self._groups.new, device.group_backend)
         self._settle = device.finish_copies
         self._know_sockets()
         device.hangs_up_with(self._groups.hang_up)
@@ -345,9 +345,9 @@ class World:
         work.wait()
 
 
-def _mine(new: Callable[..., Any], backend: str, rank: int, groups: Sequence[Sequence[int]]) -> Links:
+def _mine(new: Callable[..., Any], backend: str, rank: int, groups: Sequence[Sequence[int]]) -> LaneGroups:
     """Make all groups, as all ranks must. Returns the one that this rank is in."""
-    made = [Links(partial(new, ranks=ranks), backend) for ranks in groups]
+    made = [LaneGroups(partial(new, ranks=ranks), backend) for ranks in groups]
     return next(links for links, ranks in zip(made, groups, strict=True) if rank in ranks)
 
 

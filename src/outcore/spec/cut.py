@@ -23,7 +23,7 @@ _SMALL = 4
 """Least ratio of a rank's part of the frozen piece to a trainable piece that stays whole on each rank."""
 
 
-class Run(NamedTuple):
+class CutRun(NamedTuple):
     """Neighbouring bytes of the weights layout, and their place in the home."""
 
     home: int
@@ -77,22 +77,22 @@ class WeightsHome:
         shift = self.own_start - self.spec.rank * self.spec.run_bytes
         return tuple(part._replace(offset=part.offset + shift if part.numel else 0) for part in self.spec.own_parts)
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[CutRun]:
         """Return this rank's runs: those in its home, or those that it writes in the one copy of all sharers."""
-        spec, found, begin = self.spec, list[Run](), 0
+        spec, found, begin = self.spec, list[CutRun](), 0
         for piece, run, sharers in self._pieces:
             count, nbytes = (1, spec.num_ranks * run) if sharers == 1 else (spec.num_ranks // sharers, run)
             for i in range(count if run else 0):
                 layout = piece + (i * sharers + spec.rank % sharers) * nbytes
-                found.append(Run(begin + i * nbytes if self.is_cut else layout, layout, nbytes))
+                found.append(CutRun(begin + i * nbytes if self.is_cut else layout, layout, nbytes))
             begin += count * nbytes
         return found
 
-    def own_run(self, *, is_trained: bool) -> Run:
+    def own_run(self, *, is_trained: bool) -> CutRun:
         """Return the run that no other rank counts as its own."""
         spec, (piece, run, sharers) = self.spec, self._pieces[0 if is_trained else 1]
         begin, layout = 0 if is_trained else self.num_copies * spec.run_bytes, piece + spec.rank * run
-        return Run(begin + spec.rank // sharers * run if self.is_cut else layout, layout, run)
+        return CutRun(begin + spec.rank // sharers * run if self.is_cut else layout, layout, run)
 
     @property
     def _pieces(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -101,15 +101,15 @@ class WeightsHome:
         frozen = (spec.trainable_bytes, spec.frozen_run_bytes, self.num_sharers)
         return (0, spec.run_bytes, self.trained_sharers), frozen
 
-    def here(self, part: Part) -> Iterator[Run]:
+    def here(self, part: Part) -> Iterator[CutRun]:
         """Yield what this rank has, or writes, of a part of the weights layout."""
         if self.num_sharers == 1:
-            yield Run(part.offset, part.offset, part.nbytes)
+            yield CutRun(part.offset, part.offset, part.nbytes)
             return
         for run in self.runs():
             start, stop = max(run.layout, part.offset), min(run.layout + run.nbytes, part.offset + part.nbytes)
             if start < stop:
-                yield Run(run.home + start - run.layout, start, stop - start)
+                yield CutRun(run.home + start - run.layout, start, stop - start)
 
     def together(self) -> list[tuple[int, int]]:
         """Return the bytes [start, stop) of the weights layout that each all-gather fills, in the order of ``runs``."""

@@ -21,7 +21,7 @@ BLOCK_BYTES = 4 * 2**20
 _FORMAT = "outcore checkpoint 1"
 
 
-class Block(NamedTuple):
+class ChecksummedBlock(NamedTuple):
     """Bytes of a file that one checksum covers. The blocks of a file follow one another."""
 
     nbytes: int
@@ -52,7 +52,7 @@ class Manifest:
     """Everything that a checkpoint says about itself. See [Note: manifest]."""
 
     step: int
-    files: Mapping[str, tuple[Block, ...]]
+    files: Mapping[str, tuple[ChecksummedBlock, ...]]
     """All files but the manifest, by name."""
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     """Saved tensors, named ``model.<parameter or buffer>`` or ``optimizer.<parameter>.<state>``."""
@@ -93,7 +93,7 @@ class Manifest:
         try:
             manifest = cls(
                 step=fields["step"],
-                files={name: tuple(Block(*b) for b in blocks) for name, blocks in fields["files"].items()},
+                files={name: tuple(ChecksummedBlock(*b) for b in blocks) for name, blocks in fields["files"].items()},
                 tensors={name: _tensor(record) for name, record in fields["tensors"].items()},
                 frozen=fields["frozen"],
                 full=fields.get("full", {}),

@@ -24,7 +24,7 @@ from outcore.checkpoint.weights.conversions import (
     tied_targets,
 )
 from outcore.checkpoint.weights.small_files import Writers, rehearse_small_files, write_small_files
-from outcore.checkpoint.weights.state_names import Place, places
+from outcore.checkpoint.weights.state_names import StatePlace, places
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.engine.engine import Engine
 from outcore.engine.unit.unit import Beneath
@@ -151,7 +151,7 @@ def saves_adapters(model: nn.Module) -> bool:
 def save_beside_weights(
     model: nn.Module,
     folder: Path,
-    adapters: Mapping[Path, Mapping[str, Place]] | None = None,
+    adapters: Mapping[Path, Mapping[str, StatePlace]] | None = None,
     values: Mapping[str, torch.Tensor] = _NO_VALUES,
 ) -> None:
     """Write what the library saves beside the weights, or all of the adapters, into a new folder. Nothing is synced.
@@ -219,7 +219,7 @@ def saved_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {p.name: p.tensor for p in everything if kept[id(p.tensor)] == p.name and p.name not in ignored}
 
 
-def _refuse_own_format(place: Place) -> None:
+def _refuse_own_format(place: StatePlace) -> None:
     if is_wrapped(place.tensor):
         raise UnsupportedError(
             f"save_pretrained: expected weights that a file can hold, or adapters beside them, but '{place.name}' is a "
@@ -247,7 +247,7 @@ def adapter_names(model: nn.Module) -> set[str]:
     return names
 
 
-def adapter_tensors(model: nn.Module) -> dict[Path, dict[str, Place]] | None:
+def adapter_tensors(model: nn.Module) -> dict[Path, dict[str, StatePlace]] | None:
     """Tensors that peft saves unchanged: folder -> name in the file -> place in the model.
 
     Returns:
@@ -264,7 +264,7 @@ def adapter_tensors(model: nn.Module) -> dict[Path, dict[str, Place]] | None:
     return whole if is_whole and len(picked) == len(_configs(model)) else None
 
 
-def _picked(model: nn.Module) -> dict[str, dict[str, Place | None]]:
+def _picked(model: nn.Module) -> dict[str, dict[str, StatePlace | None]]:
     """What peft picks from a state dict: adapter -> name -> place. None for a tensor that peft made itself."""
     from peft import get_peft_model_state_dict
 

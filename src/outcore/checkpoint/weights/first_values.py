@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from outcore.checkpoint.weights.initialise import Initialisation
 from outcore.checkpoint.weights.load_plan import plan_loading
-from outcore.checkpoint.weights.state_names import Place, places
+from outcore.checkpoint.weights.state_names import StatePlace, places
 from outcore.core.errors import ConfigError
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import nothing
@@ -159,7 +159,7 @@ def _refuse_hidden(model: nn.Module) -> None:
                 )
 
 
-def _refuse_watched(place: Place) -> None:
+def _refuse_watched(place: StatePlace) -> None:
     """Refuse a parameter with hooks or weak references: they would be lost when it leaves the meta device."""
     tensor = place.tensor
     hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from outcore.checkpoint.weights.conversions import is_adapter_model, is_pretrained_model, tied_targets
-from outcore.checkpoint.weights.state_names import Place, places
+from outcore.checkpoint.weights.state_names import StatePlace, places
 from outcore.core.errors import ConfigError
 from outcore.torch_private import TorchDispatchMode
 
@@ -195,7 +195,7 @@ def _scope(order: Iterable[nn.Module], fresh: Mapping[int, torch.Tensor]) -> lis
     return scope
 
 
-def _places_that_count(model: nn.Module, everything: Iterable[Place]) -> set[str]:
+def _places_that_count(model: nn.Module, everything: Iterable[StatePlace]) -> set[str]:
     """Names of one place per tensor. A tied parameter is initialised by its source, as if it were tied afterwards."""
     targets = tied_targets(model)
     first: dict[int, str] = {}
@@ -206,7 +206,7 @@ def _places_that_count(model: nn.Module, everything: Iterable[Place]) -> set[str
 
 @contextmanager
 def _standing_in(
-    everything: Iterable[Place],
+    everything: Iterable[StatePlace],
     used: Collection[str],
     twins: Mapping[int, torch.Tensor],
     fresh: Mapping[int, torch.Tensor],
@@ -223,12 +223,12 @@ def _standing_in(
             _slots(place)[place.key] = tensor
 
 
-def _slots(place: Place) -> dict[str, Any]:
+def _slots(place: StatePlace) -> dict[str, Any]:
     found = place.module._buffers if place.is_buffer else place.module._parameters
     return found
 
 
-def _standing(place: Place) -> torch.Tensor:
+def _standing(place: StatePlace) -> torch.Tensor:
     tensor = _slots(place)[place.key]
     if not isinstance(tensor, torch.Tensor) or tensor.shape != place.tensor.shape:
         raise ConfigError(

@@ -23,7 +23,7 @@ from outcore.checkpoint.weights.conversions import (
     tied_targets,
 )
 from outcore.checkpoint.weights.packed import PackedWeights, said_of
-from outcore.checkpoint.weights.state_names import Place, places
+from outcore.checkpoint.weights.state_names import StatePlace, places
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.model.quantized import full_shape, is_quantized
@@ -153,7 +153,7 @@ def plan_loading(model: nn.Module, path: str | Path, *, is_exact: bool = True) -
     return plan
 
 
-def _state(model: nn.Module) -> tuple[nn.Module, dict[str, list[Place]]]:
+def _state(model: nn.Module) -> tuple[nn.Module, dict[str, list[StatePlace]]]:
     """The model that a checkpoint is of, and its tensors by the names that they have in the checkpoint.
 
     An adapter model wraps the base model's modules, so a base name may have several places.
@@ -161,7 +161,7 @@ def _state(model: nn.Module) -> tuple[nn.Module, dict[str, list[Place]]]:
     if not is_adapter_model(model):
         return model, {p.name: [p] for p in places(model) if p.is_persistent}
     base = model.get_base_model()  # type: ignore[operator]
-    state: dict[str, list[Place]] = {}
+    state: dict[str, list[StatePlace]] = {}
     adapters = adapter_tensors(model)
     for place in places(base):
         is_trained_copy = ".modules_to_save." in f".{place.name}" and not place.tensor.is_meta
@@ -171,7 +171,7 @@ def _state(model: nn.Module) -> tuple[nn.Module, dict[str, list[Place]]]:
     return base, state
 
 
-def _missing(model: nn.Module, plan: LoadPlan, state: Mapping[str, Sequence[Place]]) -> list[str]:
+def _missing(model: nn.Module, plan: LoadPlan, state: Mapping[str, Sequence[StatePlace]]) -> list[str]:
     """Names that the checkpoint lacks. In a model partly on the meta device, tensors with values need not be there."""
     wanted = {name: ps[0].tensor for name, ps in state.items() if not plan.holds(ps[0].tensor)}
     if any(p.tensor.is_meta for ps in state.values() for p in ps):
@@ -201,28 +201,28 @@ def _shapes(group: Group, directory: WeightsDirectory, packed: PackedWeights) ->
         ) from error
 
 
-def _mismatch(name: str, made: torch.Tensor, place: Place) -> list[str]:
+def _mismatch(name: str, made: torch.Tensor, place: StatePlace) -> list[str]:
     expected = full_shape(place.module, place.tensor)
     if made.shape != expected:
         return [f"'{name}' has shape {expected} in the model and {tuple(made.shape)} in the checkpoint"]
     return []
 
 
-def _quantized(name: str, made: torch.Tensor, place: Place) -> list[str]:
+def _quantized(name: str, made: torch.Tensor, place: StatePlace) -> list[str]:
     is_full = place.tensor.is_floating_point() or is_quantized(place.tensor)
     if is_full and (not made.is_floating_point() or made.dtype.itemsize < 2):
         return [f"'{name}' is {place.tensor.dtype} in the model and quantized ({made.dtype}) in the checkpoint"]
     return []
 
 
-def _packed_otherwise(name: str, said: str, place: Place) -> list[str]:
+def _packed_otherwise(name: str, said: str, place: StatePlace) -> list[str]:
     expected = said_of(place.tensor)
     return [] if said == expected else [f"'{name}' is {expected} in the model and quantized ({said}) in the checkpoint"]
 
 
 def _assign(
     plan: LoadPlan,
-    state: Mapping[str, Sequence[Place]],
+    state: Mapping[str, Sequence[StatePlace]],
     loaded: Mapping[str, Group],
     targets: frozenset[str],
     directory: WeightsDirectory,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """One place of a tensor; a tied tensor has several."""
 
     name: str
@@ -20,14 +20,14 @@ class Place(NamedTuple):
     is_persistent: bool
 
 
-def places(model: nn.Module) -> Iterator[Place]:
+def places(model: nn.Module) -> Iterator[StatePlace]:
     """Yield all places in the order of ``state_dict``; non-persistent buffers stand among the others."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for key, param in module._parameters.items():
             if param is not None:
-                yield Place(dot + key, module, key, param, is_buffer=False, is_persistent=True)
+                yield StatePlace(dot + key, module, key, param, is_buffer=False, is_persistent=True)
         hidden = module._non_persistent_buffers_set
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                yield Place(dot + key, module, key, buffer, is_buffer=True, is_persistent=key not in hidden)
+                yield StatePlace(dot + key, module, key, buffer, is_buffer=True, is_persistent=key not in hidden)

@@ -239,7 +239,7 @@ def _sample(model: LlamaForCausalLM, device: torch.device, num_tokens: int) -> s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ParityReport:
     """A short streamed run compared with the plain loop: what is equal, bit for bit, and how long each took."""
 
     steps: int
@@ -285,7 +285,7 @@ def _timed(steps: Iterator[tuple[float, float]]) -> tuple[list[tuple[float, floa
     return got, median(seconds)
 
 
-def _compare(text: torch.Tensor, folder: Path, size: Mapping[str, int]) -> Comparison:
+def _compare(text: torch.Tensor, folder: Path, size: Mapping[str, int]) -> ParityReport:
     """Train the same model both ways, on the CPU, where every update runs one and the same kernel."""
     plain = plain_loop.build(seed=0, **size)
     data = plain_loop.batches(text, seed=2)
@@ -295,7 +295,7 @@ def _compare(text: torch.Tensor, folder: Path, size: Mapping[str, int]) -> Compa
         data = plain_loop.batches(text, seed=2)
         got, streamed_step_s = _timed(_streamed(model, optimizer, data, COMPARED_STEPS, COMPARED_MICRO_BATCHES))
         equal_tensors = sum(torch.equal(reference[name], tensor) for name, tensor in outcore.named_tensors(model))
-    return Comparison(
+    return ParityReport(
         steps=COMPARED_STEPS,
         equal_losses=sum(a[0] == b[0] for a, b in zip(expected, got, strict=True)),
         equal_norms=sum(a[1] == b[1] for a, b in zip(expected, got, strict=True)),

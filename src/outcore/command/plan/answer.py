@@ -30,12 +30,12 @@ from outcore.optim.joined import members
 from outcore.optim.rules import rule_for
 from outcore.planner.forward.footprint import as_run
 from outcore.planner.forward.saved_bytes import footprint_of
-from outcore.planner.homes.activation_policies import Away, Sending, sendings
-from outcore.planner.homes.occupancy import Load, occupancy, peak_of
+from outcore.planner.homes.activation_policies import ActivationPolicy, SizedActivationPolicy, sendings
+from outcore.planner.homes.occupancy import TierLoad, occupancy, peak_of
 from outcore.planner.homes.placement import Least, least
 from outcore.planner.homes.pools import LEAST, pools_for
 from outcore.planner.paper.paper_schedule import Circumstances
-from outcore.planner.search.changes import Change, best_changes
+from outcore.planner.search.changes import SettingChange, best_changes
 from outcore.planner.search.search import Found, explain
 from outcore.planner.search.setting import Setting
 from outcore.planner.timing.counted import counted_work
@@ -44,7 +44,7 @@ from outcore.planner.timing.profile import Profile, UnitTimes, unit_work
 from outcore.planner.timing.rank_layout import Ranks
 from outcore.planner.timing.simulate import steps_until_settled
 from outcore.preparation.forecast import Loop, hardware_for, token_batch
-from outcore.preparation.plan_choice import Options, Placed, Planner, Timed
+from outcore.preparation.plan_choice import Options, PlacedPlan, Planner, Timed
 from outcore.preparation.with_ranks import among, fastest, of_a_node, sharings_over_links
 from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Limits
@@ -67,7 +67,7 @@ class Answer:
     setting: Setting
     found: Found
     """What the search found. Its plan is the one that a run with the same budgets would follow."""
-    sending: Sending | None = None
+    sending: SizedActivationPolicy | None = None
     """Which activations leave the device."""
     guess: str = ""
     """Why the model could not be followed on shapes; empty if it could."""
@@ -96,7 +96,7 @@ class Answer:
         return self.setting.tokens / step_s if step_s else 0.0
 
     @cached_property
-    def changes(self) -> tuple[Change, ...]:
+    def changes(self) -> tuple[SettingChange, ...]:
         """The changes that would help most; none if the model could not be followed on shapes."""
         over = self.over if self.over is map else functools.partial(self.over, before=self._all_else)
         return () if self.guess else best_changes(self.setting, self.found, over=over)
@@ -106,7 +106,7 @@ class Answer:
         _ = self.loads, self.least, self.found.bound, self.found.simulation.timeline
 
     @cached_property
-    def loads(self) -> tuple[Load, ...]:
+    def loads(self) -> tuple[TierLoad, ...]:
         """What is predicted to be in use on each tier over time."""
         job, visits, plan = self.setting.job(), usual_visits(self.spec, self.setting.micro_batches), self.run
         footprint, circumstances = self.setting.profile.footprint, Circumstances(clips=job.clipping)
@@ -130,7 +130,7 @@ class Answer:
         job, ranks = self.setting.job(), self.setting.ranks
         sharings = [self.spec.sharing] if ranks.size == 1 else _sharings(ranks)
         models = [dataclasses.replace(self.spec, sharing=sharing) for sharing in sharings]
-        sent: list[Sending] = []
+        sent: list[SizedActivationPolicy] = []
         if job.footprint is not None and job.activation_share:  # the device has memory of its own
             sent = [sending for tier in get_args(AwayTier) for sending in sendings(tier, job.footprint)]
         ways = [job.within(way).activations for way in dict.fromkeys([*job.ways, *(each.away for each in sent)])]
@@ -237,7 +237,7 @@ def _asking(question: Question, source: ModelSource, hardware: Hardware) -> _Ask
 
 def machine_for(question: Question) -> Hardware:
     """Return the machine that was named, or this one with the drives measured last. Raises: ConfigError: No machine."""
-    here = _Machine(usual_device(), has_host_memory=False, activation_share=0.0)
+    here = _PlannedDevice(usual_device(), has_host_memory=False, activation_share=0.0)
     found = hardware_for(question.hardware, here, None, may_measure=True)
     if found is None:
         raise ConfigError(
@@ -247,7 +247,7 @@ def machine_for(question: Question) -> Hardware:
     return found
 
 
-class _Machine(NamedTuple):
+class _PlannedDevice(NamedTuple):
     """What a plan depends on besides rates, of a device that this machine need not have."""
 
     torch_device: torch.device
@@ -267,7 +267,7 @@ class _Asking:
 
     def __init__(self, question: Question, cut: Partition, hardware: Hardware, limits: Limits) -> None:
         self._question, self._cut, self._hardware, self._limits = question, cut, hardware, limits
-        self._machine, self._guess = _Machine.of(hardware), ""
+        self._machine, self._guess = _PlannedDevice.of(hardware), ""
         # As in a run of outcore train: TRL, if it is installed, computes losses in tiles.
         makes_logits = find_spec("trl") is None
         self._loop = Loop(question.grad_accum, clips=question.clipping, is_promised=True, makes_logits=makes_logits)
@@ -302,7 +302,7 @@ class _Asking:
         ways = [None if sending is None else sending.away for sending in (placed.rule, placed.sending)]
         if profile.footprint is not None and self._machine.activation_share:
             # Where less memory is left, or more is saved, arguments may have to leave.
-            ways += [None, Away("host", "recompute")]
+            ways += [None, ActivationPolicy("host", "recompute")]
         setting = Setting(
             model=self._cut.spec,
             hardware=self._hardware,
@@ -324,10 +324,10 @@ class _Asking:
             question=asked, setting=setting, found=found, sending=placed.sending, guess=self._guess, over=over
         )
 
-    def _placed(self, options: Options, timed: Timed, *, searches: bool = True) -> Placed:
+    def _placed(self, options: Options, timed: Timed, *, searches: bool = True) -> PlacedPlan:
         """Return the plan of a run; for several ranks, also choose how they share weights."""
 
-        def make(cut: Partition, own: Timed) -> tuple[Plan, Placed]:
+        def make(cut: Partition, own: Timed) -> tuple[Plan, PlacedPlan]:
             planner = Planner(cut, options, self._machine, self._limits, own)
             placed = planner.placed() if searches else planner.usual()
             return placed.plan, placed

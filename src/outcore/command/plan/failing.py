@@ -37,7 +37,7 @@ def refuse_failing(name: str, cut: Partition, sample: Mapping[str, Any], device:
     Raises:
         ConfigError: The forward fails.
     """
-    watch = _Watch()
+    watch = _FailureRecorder()
     try:
         with on_shapes(cut, sample, device) as shapes, watch:
             shapes.forward(lambda _: None)
@@ -69,7 +69,7 @@ def why_not_followed(error: ConfigError) -> str:
     )
 
 
-class _Failed(NamedTuple):
+class _FailedCall(NamedTuple):
     """A call of a function of torch, or of another library's, that raised an error."""
 
     func: Any
@@ -107,15 +107,15 @@ def _with_values(tensor: torch.Tensor) -> torch.Tensor:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-class _Watch(TorchFunctionMode):
+class _FailureRecorder(TorchFunctionMode):
     """Notes the function that failed last."""
 
-    failed: _Failed | None = None
+    failed: _FailedCall | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            self.failed = _Failed(func, (args, kwargs), error)
+            self.failed = _FailedCall(func, (args, kwargs), error)
             raise

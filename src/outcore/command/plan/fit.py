@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.command.plan.answer import Answer, answer_for, machine_for
-from outcore.command.plan.known_models import Known
+from outcore.command.plan.known_models import KnownModel
 from outcore.command.plan.question import Question
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes, format_rate
@@ -28,13 +28,13 @@ class Fits:
 
     question: Question
     machine: str
-    answers: Sequence[tuple[Known, Answer]]
+    answers: Sequence[tuple[KnownModel, Answer]]
     """The largest first."""
-    too_large: Sequence[Known]
+    too_large: Sequence[KnownModel]
     """Models larger than these, which do not fit."""
 
 
-def fits(question: Question, known: Sequence[Known]) -> Fits:
+def fits(question: Question, known: Sequence[KnownModel]) -> Fits:
     """Plan for the largest models that fit.
 
     Args:
@@ -45,8 +45,8 @@ def fits(question: Question, known: Sequence[Known]) -> Fits:
         ConfigError: An option that cannot be used.
         PlanInfeasibleError: No model fits.
     """
-    found: list[tuple[Known, Answer]] = []
-    too_large: list[Known] = []
+    found: list[tuple[KnownModel, Answer]] = []
+    too_large: list[KnownModel] = []
     machine = machine_for(question)
     for each in known:
         try:
@@ -60,7 +60,7 @@ def fits(question: Question, known: Sequence[Known]) -> Fits:
     return Fits(question=question, machine=machine.name, answers=found, too_large=too_large)
 
 
-def _none_fits(known: Sequence[Known], error: PlanInfeasibleError) -> PlanInfeasibleError:
+def _none_fits(known: Sequence[KnownModel], error: PlanInfeasibleError) -> PlanInfeasibleError:
     """Return the error if no model fits. Args: error: The error of the smallest model."""
     return PlanInfeasibleError(
         f"--fit: expected a machine that trains one of {len(known)} known models, but even {known[-1].name} does not "
@@ -84,7 +84,7 @@ def to_text(found: Fits) -> str:
     return "\n".join([f"{first} tokens in {asked.precision}", "", *lines, *_too_large(found)])
 
 
-def _row(known: Known, answer: Answer) -> tuple[str, ...]:
+def _row(known: KnownModel, answer: Answer) -> tuple[str, ...]:
     link, part = _binding(answer)
     [((policy, tier), _)] = answer.policies.most_common(1)
     sizes = (format_bytes(nbytes) if nbytes else "-" for nbytes in answer.found.plan.tier_bytes.values())

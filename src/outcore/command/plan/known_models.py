@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownModel:
     """A well-known model."""
 
     name: str
@@ -38,13 +38,13 @@ class Known:
         return ModelSource(self.name, config, None, Path(self.name))
 
 
-def known_models() -> list[Known]:
+def known_models() -> list[KnownModel]:
     """Return the known models, the largest first."""
     text = (files(__package__) / "known_models.json").read_text(encoding="utf-8")
-    return sorted((Known(**row) for row in json.loads(text)), key=lambda known: -known.parameters)
+    return sorted((KnownModel(**row) for row in json.loads(text)), key=lambda known: -known.parameters)
 
 
-def known_named(name: str) -> Known | None:
+def known_named(name: str) -> KnownModel | None:
     """Return the known model of that name; None: there is none, or the name is that of a file."""
     if os.path.lexists(os.path.expanduser(name)):
         return None

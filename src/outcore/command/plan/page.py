@@ -16,7 +16,7 @@ from outcore.command.plan.ranges import range_of
 from outcore.command.plan.text import drive_life, order_texts, received_text
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, format_rate
-from outcore.planner.search.changes import Point, curves
+from outcore.planner.search.changes import CurvePoint, curves
 from outcore.planner.timing.rank_layout import links_of, network_of
 from outcore.spec.plan import TIERS, UnitPlan
 from outcore.spec.reservations import reservations
@@ -294,7 +294,7 @@ def _lanes(answer: Answer) -> Iterator[dict[str, Any]]:
 
 
 def _curves(answer: Answer) -> list[dict[str, Any]]:
-    def curve(name: str, points: Sequence[Point], *, is_bytes: bool) -> dict[str, Any]:
+    def curve(name: str, points: Sequence[CurvePoint], *, is_bytes: bool) -> dict[str, Any]:
         return {"name": name, "is_bytes": is_bytes, "points": [point._asdict() for point in points]}
 
     over = curves(answer.setting, answer.found, over=answer.over)

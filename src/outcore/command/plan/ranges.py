@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from outcore.command.plan.answer import Answer
 from outcore.core.quantities import format_rate
-from outcore.planner.search.evaluations import Looks
+from outcore.planner.search.evaluations import Evaluations
 
 
 class Range(NamedTuple):
@@ -33,5 +33,5 @@ def range_of(answer: Answer) -> Range | None:
         return None
     bare, saves, tokens = answer.found.bare, answer.found.candidate.saves, answer.setting.tokens
     ends = (dataclasses.replace(answer.setting, hardware=answer.hardware.at(end)) for end in ("fast", "slow"))
-    fast_s, slow_s = (Looks(end.job()).simulation(bare, saves).step_s for end in ends)
+    fast_s, slow_s = (Evaluations(end.job()).simulation(bare, saves).step_s for end in ends)
     return Range((fast_s, slow_s), (tokens / slow_s, tokens / fast_s)) if fast_s else None

@@ -40,12 +40,12 @@ class SaidElsewhereError(OutcoreError):
         self.status = status
 
 
-class _Failed(NamedTuple):
+class _RankFailure(NamedTuple):
     status: int
 
 
 @final
-class Crew:
+class CommandRanks:
     """One process, or this one among several. See [Note: who speaks]."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
@@ -130,7 +130,7 @@ class Crew:
         pieces = [self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key)))]
         value = pickle.loads(b"".join(pieces))
         self._store.set(f"{_HEARD}{self.rank}/{self._num_told}", "")
-        if isinstance(value, _Failed):
+        if isinstance(value, _RankFailure):
             self._note_heard()
             raise SaidElsewhereError(value.status)
         return value
@@ -139,7 +139,7 @@ class Crew:
         """On rank 0: note that it said why the run ends. If the store ends with its process, wait for the others."""
         with suppress(RuntimeError):
             self._store.set(_SAID, str(status))
-            self.tell(_Failed(status))
+            self.tell(_RankFailure(status))
             heard = [f"{_HEARD}{rank}" for rank in range(1, self.size)]
             if os.environ.get(_OWN_STORE) != "True":
                 self.leave()  # this ends a library's barrier in which others may wait for this rank
@@ -181,5 +181,5 @@ class Crew:
         return True
 
 
-ALONE = Crew()
+ALONE = CommandRanks()
 """The crew without a launcher."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import outcore
-from outcore.command.train.command_ranks import Crew
-from outcore.command.train.loop.measured_saves import Saves, seconds_to_write
+from outcore.command.train.command_ranks import CommandRanks
+from outcore.command.train.loop.measured_saves import SaveDurations, seconds_to_write
 from outcore.command.train.loop.preemption import Preemption
-from outcore.command.train.planned_run import Job
-from outcore.command.train.settings.run_settings import Settings
+from outcore.command.train.planned_run import PlannedRun
+from outcore.command.train.settings.run_settings import RunSettings
 
 
 class Todo(NamedTuple):
@@ -25,14 +25,14 @@ class Todo(NamedTuple):
     """Whether the evaluation after the last step is to be made up for."""
 
 
-def follow_train(settings: Settings, crew: Crew) -> None:
+def follow_train(settings: RunSettings, crew: CommandRanks) -> None:
     """Train along with rank 0.
 
     Raises:
         SaidElsewhereError: Rank 0 failed.
     """
     crew.gather()
-    job = Job.told(settings, crew.hear())
+    job = PlannedRun.told(settings, crew.hear())
     if settings.dry_run:  # rank 0 has its data in a folder of its own, maybe on another machine, and only for a while
         with tempfile.TemporaryDirectory() as cache:
             job.trainer(job.load_data(Path(cache)), ()).end()
@@ -55,8 +55,8 @@ def follow_train(settings: Settings, crew: Crew) -> None:
             trainer.end()
 
 
-def preemption_of(job: Job, out: Path) -> Preemption:
+def preemption_of(job: PlannedRun, out: Path) -> Preemption:
     """Make the handler of signals to a run. Args: out: The folder that its checkpoints are written to."""
     settings = job.settings
     first_s = partial(seconds_to_write, out, job.checkpoint_bytes())
-    return Preemption(Saves(every_minutes=settings.save_every_minutes, first_s=first_s), settings.grace)
+    return Preemption(SaveDurations(every_minutes=settings.save_every_minutes, first_s=first_s), settings.grace)

@@ -19,10 +19,10 @@ from outcore.command.train.data.load import Data, load_data
 from outcore.command.train.model.adapters import lora_config, with_adapters
 from outcore.command.train.model.reference import Planned, plan_both
 from outcore.command.train.model.source import ModelSource, build_model, find_model, load_tokenizer, refuse_long
-from outcore.command.train.output.prediction import Comparison, PredictedStep
-from outcore.command.train.output.report import Expected
+from outcore.command.train.output.prediction import PredictedStep, PredictionComparison
+from outcore.command.train.output.report import ExpectedRun
 from outcore.command.train.settings.outcore_settings import MOST_TOKENS
-from outcore.command.train.settings.run_settings import Settings
+from outcore.command.train.settings.run_settings import RunSettings
 from outcore.core.errors import ConfigError, DiskError
 from outcore.engine.module_guard import is_guarded
 from outcore.integrations.optimizers import optimizer_for
@@ -45,7 +45,7 @@ class RunData:
     evaluation: Data | None
 
     @classmethod
-    def load(cls, settings: Settings, cache: Path, seed: int) -> Self:
+    def load(cls, settings: RunSettings, cache: Path, seed: int) -> Self:
         """Load and check the data, and warn of what was left out.
 
         Args:
@@ -72,10 +72,10 @@ class RunData:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PlannedRun:
     """Model, tokenizer and plan of a run. Holds no weights."""
 
-    settings: Settings
+    settings: RunSettings
     source: ModelSource
     tokenizer: PreTrainedTokenizerBase
     model: Planned
@@ -85,7 +85,7 @@ class Job:
     """The Trainer's arguments. No others may be made during a run: making them resets what Accelerate shares."""
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
+    def of(cls, settings: RunSettings) -> Self:
         """Find the model and plan for it.
 
         Raises:
@@ -104,7 +104,9 @@ class Job:
         return job
 
     @classmethod
-    def _planned(cls, settings: Settings, args: Any, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Self:
+    def _planned(
+        cls, settings: RunSettings, args: Any, source: ModelSource, tokenizer: PreTrainedTokenizerBase
+    ) -> Self:
         if not (settings.method.has_reference and settings.lora is None):
             model, reference = _plan_model(settings, args, source, settings.budget), None
         else:
@@ -122,7 +124,7 @@ class Job:
         return self.model.untimed(), None if self.reference is None else self.reference.untimed()
 
     @classmethod
-    def told(cls, settings: Settings, plans: tuple[Planned, Planned | None]) -> Self:
+    def told(cls, settings: RunSettings, plans: tuple[Planned, Planned | None]) -> Self:
         """Make another rank's job. Args: plans: Of rank 0. Raises: ConfigError: The model cannot be found here."""
         source, tokenizer = _found(settings)
         model, reference = plans
@@ -168,10 +170,10 @@ class Job:
         planned = [self.model, *([] if self.reference is None else [self.reference])]
         return {tier: sum(p.taken[tier] for p in planned) for tier in TIERS}
 
-    def expected(self) -> Expected:
+    def expected(self) -> ExpectedRun:
         """Return the bytes that the plan takes and the times that are predicted for it."""
         steps = self.model.predicted
-        return Expected(self.taken, Comparison(None if steps is None else PredictedStep.of(steps)))
+        return ExpectedRun(self.taken, PredictionComparison(None if steps is None else PredictedStep.of(steps)))
 
     def plan_table(self) -> str:
         """Return a table of the bytes that each owner has on each tier."""
@@ -268,7 +270,7 @@ class Job:
         return Budget(device=device, host=taken["host"], disk=disks, disk_bytes=taken["disk"])
 
 
-def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budget) -> Planned:
+def _plan_model(settings: RunSettings, args: Any, source: ModelSource, budget: Budget) -> Planned:
     """Plan what is trained."""
     model = build_model(source, settings.precision)
     refuse_long(model, args.max_length)
@@ -307,7 +309,7 @@ def _plan_model(settings: Settings, args: Any, source: ModelSource, budget: Budg
     return Planned(*found)
 
 
-def _refuse_replan(settings: Settings, args: Any) -> None:
+def _refuse_replan(settings: RunSettings, args: Any) -> None:
     """Raise if the other settings leave nothing to replan from or to compare steps with."""
     if not settings.replan:
         return
@@ -331,7 +333,7 @@ def _refuse_replan(settings: Settings, args: Any) -> None:
         )
 
 
-def _refuse_activations(settings: Settings, args: Any) -> None:
+def _refuse_activations(settings: RunSettings, args: Any) -> None:
     if settings.activations is None:
         return
     if settings.plan is not None:
@@ -345,7 +347,7 @@ def _refuse_activations(settings: Settings, args: Any) -> None:
         )
 
 
-def _largest_batch(settings: Settings, args: Any) -> Mapping[str, Any]:
+def _largest_batch(settings: RunSettings, args: Any) -> Mapping[str, Any]:
     """Return the largest batch that may come. Raises: ConfigError: It is larger than any real one."""
     rows = args.per_device_train_batch_size * settings.method.rows_per_example
     if rows * args.max_length > MOST_TOKENS:
@@ -356,12 +358,12 @@ def _largest_batch(settings: Settings, args: Any) -> Mapping[str, Any]:
     return {**token_batch(rows, args.max_length), "use_cache": False}
 
 
-def _plan_reference(settings: Settings, args: Any, source: ModelSource, budget: Budget) -> Planned:
+def _plan_reference(settings: RunSettings, args: Any, source: ModelSource, budget: Budget) -> Planned:
     model = build_model(source, settings.precision)
     return Planned(*plan_for(model, None, budget=budget, precision=settings.precision, device=args.device))
 
 
-def _found(settings: Settings) -> tuple[ModelSource, PreTrainedTokenizerBase]:
+def _found(settings: RunSettings) -> tuple[ModelSource, PreTrainedTokenizerBase]:
     source = find_model(settings.model, attention=settings.attention)
     source = source.quantised(settings.quantization, has_adapters=settings.lora is not None)
     _refuse_random_base(source)
@@ -369,7 +371,7 @@ def _found(settings: Settings) -> tuple[ModelSource, PreTrainedTokenizerBase]:
     return source, tokenizer
 
 
-def _arguments(settings: Settings) -> Any:
+def _arguments(settings: RunSettings) -> Any:
     return settings.method.arguments(str(settings.out), settings.training)
 
 

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from outcore.command.train.output.folder import HARDWARE, PLAN, OutputFolder
-from outcore.command.train.planned_run import Job
+from outcore.command.train.planned_run import PlannedRun
 from outcore.core.errors import OutcoreError
 from outcore.probe.measured_machines import Machine
 
@@ -33,14 +33,14 @@ def may_fail_so(error: Exception) -> bool:
 class Replanning:
     """Looks for a better plan for a run."""
 
-    def __init__(self, job: Job, console: Console, output: OutputFolder) -> None:
+    def __init__(self, job: PlannedRun, console: Console, output: OutputFolder) -> None:
         """Args: job: The run as it was planned."""
         self._job, self._console, self._output = job, console, output
-        self.jobs: tuple[Job, ...] = ()
+        self.jobs: tuple[PlannedRun, ...] = ()
         """The run with a better plan, and then as it was; empty if there is no better plan."""
         self.step = 0
         """The step at which the run stopped for a better plan."""
-        self.stays: Job | None = None
+        self.stays: PlannedRun | None = None
         """The run with the plan that it has, as predicted for the machine that was measured; None: it was not, or there
         is a better plan."""
         self.skipped = 0
@@ -68,7 +68,7 @@ class Replanning:
         self.step, self.jobs = step, (new, self._job)
         return True
 
-    def _planned(self) -> tuple[Job, Job]:
+    def _planned(self) -> tuple[PlannedRun, PlannedRun]:
         """Return the run with its plan and with the best one, both with times of the machine as it is now."""
         settings, path = self._job.settings, self._output.path / HARDWARE
         disks = tuple(map(Path, settings.budget.paths))

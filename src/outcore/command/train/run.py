@@ -26,7 +26,7 @@ from outcore.checkpoint.find_checkpoints import RECORD
 from outcore.checkpoint.weights.export import save_model
 from outcore.checkpoint.weights.small_files import SmallFilesError, Writers
 from outcore.command.terminal import Terminal
-from outcore.command.train.command_ranks import ALONE, Crew
+from outcore.command.train.command_ranks import ALONE, CommandRanks
 from outcore.command.train.follow import Todo, preemption_of
 from outcore.command.train.loop.nonfinite import NonFiniteStepError
 from outcore.command.train.loop.preemption import Preemption
@@ -35,10 +35,10 @@ from outcore.command.train.output.folder import METRICS, MODEL, Checkpoint, Outp
 from outcore.command.train.output.record import RunRecord
 from outcore.command.train.output.report import RunReport, is_evaluated
 from outcore.command.train.output.trace import TraceFile
-from outcore.command.train.planned_run import Job, RunData
+from outcore.command.train.planned_run import PlannedRun, RunData
 from outcore.command.train.replan import Replanning, may_fail_so
 from outcore.command.train.settings.description import describe
-from outcore.command.train.settings.run_settings import Settings
+from outcore.command.train.settings.run_settings import RunSettings
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.engine.module_guard import engine_of
@@ -51,12 +51,12 @@ _REFUSALS = (ValueError, TypeError, LookupError, RuntimeError, ImportError, OSEr
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _RunParts:
     """The parts of a run that stay the same when its plan changes."""
 
     terminal: Terminal
     data: RunData
-    crew: Crew
+    crew: CommandRanks
     output: OutputFolder
     report: RunReport
     record: RunRecord
@@ -64,7 +64,7 @@ class _Run:
     preemption: Preemption
 
 
-def run_train(settings: Settings, crew: Crew = ALONE) -> None:
+def run_train(settings: RunSettings, crew: CommandRanks = ALONE) -> None:
     """Train as the settings say, or with ``dry_run`` only say what would be done.
 
     Args:
@@ -79,13 +79,13 @@ def run_train(settings: Settings, crew: Crew = ALONE) -> None:
     terminal = Terminal(highlight=False)
     output = OutputFolder(settings.out, resume=settings.resume)
     trace = None if settings.trace is None else TraceFile(settings.trace, out=settings.out)
-    _say_items(terminal, "Settings", describe(settings))
+    _say_items(terminal, "RunSettings", describe(settings))
     with _explained(output, settings):
         if settings.replan and crew.size > 1:
             raise ConfigError("--replan: expected one rank, since ranks plan once, but there are several; leave it out")
         crew.gather()
         budget = free_budget(settings.budget, device=settings.device)
-        job = Job.of(dataclasses.replace(settings, budget=budget))
+        job = PlannedRun.of(dataclasses.replace(settings, budget=budget))
         output.refuse_full(job.written_bytes())
         _say_items(terminal, "Model", facts_of_model(job))
         record = RunRecord.of(settings, job.source)
@@ -113,9 +113,9 @@ def run_train(settings: Settings, crew: Crew = ALONE) -> None:
 
 def _begin(
     terminal: Terminal,
-    job: Job,
+    job: PlannedRun,
     data: RunData,
-    crew: Crew,
+    crew: CommandRanks,
     output: OutputFolder,
     trace: TraceFile | None,
     record: RunRecord,
@@ -132,7 +132,7 @@ def _begin(
 
         look = replan if job.settings.replan else None
         with RunReport(terminal, output, trace, planned=job.expected(), replan=look) as report:
-            run = _Run(
+            run = _RunParts(
                 terminal=terminal,
                 data=data,
                 crew=crew,
@@ -146,7 +146,7 @@ def _begin(
                 _go_on(run)
 
 
-def _give_freed_memory_back(job: Job) -> None:
+def _give_freed_memory_back(job: PlannedRun) -> None:
     """Where host memory is scarce, keep glibc from holding on to freed activations and gradients.
 
     By default it raises its thresholds to the largest block that was ever freed, and keeps what is below them until
@@ -169,7 +169,7 @@ def _give_freed_memory_back(job: Job) -> None:
         )
 
 
-def _dry_run(terminal: Terminal, job: Job, output: OutputFolder, record: RunRecord) -> None:
+def _dry_run(terminal: Terminal, job: PlannedRun, output: OutputFolder, record: RunRecord) -> None:
     """Do all that comes before training, in a temporary folder."""
     with tempfile.TemporaryDirectory() as cache:
         data = job.load_data(Path(cache))
@@ -181,7 +181,7 @@ def _dry_run(terminal: Terminal, job: Job, output: OutputFolder, record: RunReco
                 _changes(trainer.record, output.checkpoint)
 
 
-def _train(run: _Run, job: Job) -> bool:
+def _train(run: _RunParts, job: PlannedRun) -> bool:
     """Train. Returns: Whether the run came to its end. If not, it stopped after a checkpoint for another plan."""
     with _trainer(run.terminal, job, run.data, run.record, run) as (trainer, length):
         if not _is_over(run, job, trainer, length.steps):
@@ -195,7 +195,7 @@ def _train(run: _Run, job: Job) -> bool:
     return True
 
 
-def _go_on(run: _Run) -> None:
+def _go_on(run: _RunParts) -> None:
     """Go on with the other plan from the checkpoint at which the run stopped; with the old one if it makes no step."""
     run.preemption.release()
     other, saved, jobs = run.other, run.output.latest(), list(run.other.jobs)
@@ -219,7 +219,7 @@ def _go_on(run: _Run) -> None:
             return
 
 
-def _end(run: _Run, job: Job, trainer: Any, skipped: int = 0) -> None:
+def _end(run: _RunParts, job: PlannedRun, trainer: Any, skipped: int = 0) -> None:
     """Save the model and describe the run. Args: skipped: Steps without an update that came before this trainer."""
     others: Writers = {("tokenizer_config.json",): job.tokenizer.save_pretrained}
     try:
@@ -233,7 +233,7 @@ def _end(run: _Run, job: Job, trainer: Any, skipped: int = 0) -> None:
 
 @contextmanager
 def _trainer(
-    terminal: Terminal, job: Job, data: RunData, record: RunRecord, run: _Run | None
+    terminal: Terminal, job: PlannedRun, data: RunData, record: RunRecord, run: _RunParts | None
 ) -> Iterator[tuple[Any, Length]]:
     """Tokenize the data, describe it, and yield a trainer that ends with the block.
 
@@ -256,7 +256,7 @@ def _trainer(
         trainer.end()
 
 
-def _is_over(run: _Run, job: Job, trainer: Any, steps: int) -> bool:
+def _is_over(run: _RunParts, job: PlannedRun, trainer: Any, steps: int) -> bool:
     """Say where the run resumes. Returns: Whether nothing is left to do."""
     terminal, output, resumed = run.terminal, run.output, run.output.checkpoint
     if resumed is None:
@@ -281,7 +281,7 @@ def _is_over(run: _Run, job: Job, trainer: Any, steps: int) -> bool:
     return True
 
 
-def _say_end(run: _Run, job: Job, trainer: Any, skipped: int) -> None:
+def _say_end(run: _RunParts, job: PlannedRun, trainer: Any, skipped: int) -> None:
     left_out = f", {skipped:,} of them without an update" if skipped else ""
     model = run.output.path / MODEL
     steps = f"{trainer.state.global_step:,}{left_out}"
@@ -294,7 +294,7 @@ def _say_end(run: _Run, job: Job, trainer: Any, skipped: int) -> None:
             _say(run.terminal, "Merge", f"outcore export {' '.join(folders)} --merge")
 
 
-def _line_to_try(model: Path, job: Job, *, is_chat: bool) -> str:
+def _line_to_try(model: Path, job: PlannedRun, *, is_chat: bool) -> str:
     """A line for a shell that asks the model something. It needs no other packages than training does."""
     python = "python" if shutil.which("python") == sys.executable else shlex.quote(sys.executable)
     said = [{"role": "user", "content": "Hello"}] if is_chat else "Hello"
@@ -315,7 +315,7 @@ def _changes(record: RunRecord, checkpoint: Checkpoint) -> list[str]:
 
 
 @contextmanager
-def _explained(output: OutputFolder, settings: Settings) -> Iterator[None]:
+def _explained(output: OutputFolder, settings: RunSettings) -> Iterator[None]:
     """Explain errors: before the run begins, one is a user's mistake; later, it says what is left and how to go on."""
     try:
         yield

@@ -21,13 +21,13 @@ from outcore.core.errors import UnsupportedError
 from outcore.core.quantities import ALIGN_BYTES, PAGE_BYTES, SMALL_BYTES, align_up
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
-from outcore.engine.activations.room import Between
+from outcore.engine.activations.room import SharedArguments
 from outcore.engine.activations.saved import (
-    Cast,
-    Form,
-    Inside,
-    Kept,
-    Placed,
+    KeptTensor,
+    SavedCast,
+    SavedWeight,
+    SavedWrapper,
+    StoredForm,
     by_place,
     changed,
     escaped,
@@ -39,7 +39,7 @@ from outcore.engine.unit.unit import Unit
 from outcore.memory.arena import Region
 from outcore.model.casts import cast_of
 from outcore.order.activations import ActivationOrder, Loan, SavedCall
-from outcore.order.ledger import Span
+from outcore.order.ledger import ByteSpan
 from outcore.spec.lane_names import Lane
 
 TOO_LARGE = (
@@ -55,13 +55,13 @@ TAKEN = (
 _calls = itertools.count()
 
 
-class _Made(NamedTuple):
+class _AutogradMemory(NamedTuple):
     """Memory that autograd has taken, under a name for the race checker."""
 
     region: Region
 
 
-class _Owner:
+class _Liveness:
     """Tells whether an object lives. Asking never keeps the object alive: it must not end on a lane."""
 
     __slots__ = ("_gone", "_of")
@@ -84,7 +84,7 @@ class _Storage(NamedTuple):
     """The call that has sent it, and where it begins there; None: this call sends it."""
 
 
-class _View(Form):
+class _OffloadedView(StoredForm):
     """A saved tensor that leaves with its storage."""
 
     __slots__ = ("is_changed", "tensor", "version")
@@ -108,7 +108,7 @@ class _Packing:
         unit: Unit,
         device: torch.device,
         room: int,
-        between: Between,
+        between: SharedArguments,
         staying: Iterable[torch.Tensor],
         where: str,
     ) -> None:
@@ -118,10 +118,10 @@ class _Packing:
         self._staying = {0, *map(storage_of, staying)}
         self.storages: dict[int, _Storage] = {}
         """Storages by address, until they are home."""
-        self._views: list[_View] = []
+        self._views: list[_OffloadedView] = []
         self._params: dict[int, int] = {}
         """Indices of parameters by identity, if autocast casts them."""
-        self._casts: list[Cast] = []
+        self._casts: list[SavedCast] = []
         self._ends = [0, 0]
         """Bytes that the call sends itself, from the start of its room; bytes that others have sent, from the end."""
         self.fits = True
@@ -143,11 +143,11 @@ class _Packing:
         cast = self._cast(tensor) if self._params else None
         return cast or (self._pack(tensor) or self.put(tensor) if self.fits else None)
 
-    def _cast(self, tensor: torch.Tensor) -> Cast | None:
+    def _cast(self, tensor: torch.Tensor) -> SavedCast | None:
         weight = cast_of(tensor)
         if weight is None or id(weight) not in self._params:
             return None
-        self._casts.append(Cast(tensor, weight))
+        self._casts.append(SavedCast(tensor, weight))
         return self._casts[-1]
 
     def settle(self) -> None:
@@ -170,11 +170,11 @@ class _Packing:
         if storage is None:
             is_elsewhere = tensor.device != self._device or place in self._staying
             if is_elsewhere or tensor.untyped_storage().nbytes() <= SMALL_BYTES:
-                return Kept(tensor.detach(), version_of(tensor))
+                return KeptTensor(tensor.detach(), version_of(tensor))
             storage = self._take(place, tensor)
         if storage is None:
             return None
-        view = _View(tensor, storage.start + int(tensor.storage_offset()) * tensor.dtype.itemsize)
+        view = _OffloadedView(tensor, storage.start + int(tensor.storage_offset()) * tensor.dtype.itemsize)
         view.version, view.is_changed = tensor._version, False
         view.tensor = tensor.detach()  # without its node: a result would keep its own node alive
         self._views.append(view)
@@ -199,7 +199,7 @@ class _Packing:
         """Bytes that the call sends itself."""
         return self._ends[0]
 
-    def loans(self, owner: _Owner) -> list[Loan[Handle]]:
+    def loans(self, owner: _Liveness) -> list[Loan[Handle]]:
         """Return loans of what others have sent. Args: owner: The call's owner."""
         found = [(memory.numel(), start, lender) for memory, start, lender in self.storages.values() if lender]
         return [Loan(owner, *lender, nbytes, at) for nbytes, at, lender in found]
@@ -221,11 +221,11 @@ class _Packing:
         """Return what was stored, wherever it is."""
         if packed is None:
             raise UnsupportedError(escaped(self._where))
-        if isinstance(packed, Placed | Inside):
+        if isinstance(packed, SavedWeight | SavedWrapper):
             return self._unpack(packed)
-        if isinstance(packed, Kept):
+        if isinstance(packed, KeptTensor):
             return packed.unchanged(self._where)
-        if isinstance(packed, Cast):
+        if isinstance(packed, SavedCast):
             return packed.again() if packed.instead is None else self.give(packed.instead)
         if packed.is_changed or (packed.tensor is not None and packed.tensor._version != packed.version):
             raise UnsupportedError(changed(packed.size, self._where))
@@ -256,7 +256,7 @@ class _Settling:
         self._packing.settle()
 
 
-class Away:
+class OffloadedCall:
     """What one call has saved: the object that ``ActivationOrder`` moves off the device and back."""
 
     def __init__(
@@ -264,7 +264,7 @@ class Away:
         unit: Unit,
         order: ActivationOrder[Handle],
         device: Device,
-        between: Between,
+        between: SharedArguments,
         room: int,
         staying: Iterable[torch.Tensor],
         where: str,
@@ -274,12 +274,12 @@ class Away:
         self._between = between
         self._is_alone = room == unit.plan.saved_bytes
         self._packing = _Packing(unit, device.torch_device, room, between, staying, where)
-        self._owner: _Owner | None = None
+        self._owner: _Liveness | None = None
         self._returned: list[tuple[torch.Tensor, int]] = []
         self._is_changed = False
         self.nbytes = 0
         self.is_held = True
-        self.memory: _Made | None = None
+        self.memory: _AutogradMemory | None = None
 
     @property
     def fits(self) -> bool:
@@ -313,7 +313,7 @@ class Away:
         """Whether backward may come to it: as long as its graph lives."""
         return self._owner is not None and self._owner.lives
 
-    def leave(self, target: Span) -> Callable[[], None]:
+    def leave(self, target: ByteSpan) -> Callable[[], None]:
         """Return the deed that copies its own storages to where they rest, or to a slot on the way there."""
         storages, into = self._packing.storages.values(), target.memory.bytes
         mine = [(memory, start) for memory, start, lender in storages if lender is None]
@@ -326,13 +326,13 @@ class Away:
         return copy
 
     def let_go(self) -> None:
-        """See ``order.activations.Saved``."""
+        """See ``order.activations.SavedActivations``."""
         self.is_held = False
         self._is_changed, self._returned = self._has_changed(), []
         self._packing.let_go()
 
     def give_up(self) -> None:
-        """See ``order.activations.Saved``."""
+        """See ``order.activations.SavedActivations``."""
         for storage in self._packing.storages.values():
             self._device.hand_over(storage.memory, Lane.D2H)
         self.let_go()
@@ -345,8 +345,8 @@ class Away:
         Args: owner: Lives as long as backward may come.
         """
         self.nbytes = align_up(self._packing.nbytes, PAGE_BYTES)
-        self._owner = _Owner(owner)
-        self.memory = _Made(Region(f"activations of {self._unit.label}, call {next(_calls)}", 0, self.nbytes))
+        self._owner = _Liveness(owner)
+        self.memory = _AutogradMemory(Region(f"activations of {self._unit.label}, call {next(_calls)}", 0, self.nbytes))
         loans = self._packing.loans(self._owner)
         return self._order.end_forward(self._unit.ledger, self, loans) if self._packing.storages else None
 
@@ -387,22 +387,22 @@ class Away:
             self._order.end_backward(call, is_over=is_over)
 
 
-class Sender:
-    """Makes an ``Away`` for each call of one unit."""
+class CallOffloader:
+    """Makes an ``OffloadedCall`` for each call of one unit."""
 
     def __init__(
-        self, unit: Unit, order: ActivationOrder[Handle], between: Between, device: Device, where: str
+        self, unit: Unit, order: ActivationOrder[Handle], between: SharedArguments, device: Device, where: str
     ) -> None:
         """Args: order, between: Those of all units. device: The one that computes. where: For errors."""
         self._unit, self._order, self._device, self._where = unit, order, device, where
         self._between = between
         self._buffers = [buffer for module in unit.modules for buffer in module.buffers(recurse=False)]
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> Away | None:
+    def begin(self, tensors: Sequence[torch.Tensor]) -> OffloadedCall | None:
         """Begin a call. Returns None if the unit's home is full. Args: tensors: Arguments of the call."""
         room = self._order.room(self._unit.ledger)
         if not room:
             warnings.warn(TAKEN, stacklevel=3)
             return None
         staying = [*self._buffers, *(t for t in tensors if not t.requires_grad or self._between.has(t))]
-        return Away(self._unit, self._order, self._device, self._between, room, staying, self._where)
+        return OffloadedCall(self._unit, self._order, self._device, self._between, room, staying, self._where)

@@ -11,9 +11,9 @@ import torch
 from outcore.core.errors import UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
-from outcore.engine.activations.offloaded_call import Away, Sender
-from outcore.engine.activations.recompute_with_saved import Again
-from outcore.engine.activations.room import Between, Lease, Room
+from outcore.engine.activations.offloaded_call import CallOffloader, OffloadedCall
+from outcore.engine.activations.recompute_with_saved import RecomputeWithSaved
+from outcore.engine.activations.room import ActivationRoom, Lease, SharedArguments
 from outcore.engine.activations.saved import (
     GoneTensor,
     by_place,
@@ -23,7 +23,7 @@ from outcore.engine.activations.saved import (
     storage_of,
     without_values,
 )
-from outcore.engine.activations.saving import Dropped, Graph, KeptGraph, Saving, SavingBase, edges_of
+from outcore.engine.activations.saving import CallSaving, DropGraph, Graph, KeepGraph, SavingBase, edges_of
 from outcore.engine.activations.selection import Selection
 from outcore.engine.unit.unit import Unit
 from outcore.model.wrapped import bytes_of
@@ -43,7 +43,7 @@ class Policy:
         """Args: where: For errors."""
         self._unit, self._device_kind, self._where = unit, device_kind, where
         self._trainable = unit.params[: unit.num_trainable]
-        self._kept = KeptGraph(unit, None, None, where)
+        self._kept = KeepGraph(unit, None, None, where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """Return the kind of a call's arguments: what the saved bytes depend on."""
@@ -55,7 +55,7 @@ class Policy:
         flags = tuple([p.requires_grad for p in self._trainable])
         return self._unit.module.training, autocast, flags, _signature(args), _signature(kwargs)
 
-    def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
+    def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> CallSaving:
         """Decide what a call does.
 
         Args:
@@ -68,15 +68,15 @@ class Policy:
         """Take room for a call. Returns None if its bytes are not known, or if there is no room."""
         return None
 
-    def count(self, kind: Hashable) -> Count | None:
+    def count(self, kind: Hashable) -> SavedBytesCounter | None:
         """Return a counter for a recompute, if it is not known yet what the call would have saved."""
         return None
 
-    def learn(self, kind: Hashable, count: Count, made: Sequence[torch.Tensor]) -> None:
+    def learn(self, kind: Hashable, count: SavedBytesCounter, made: Sequence[torch.Tensor]) -> None:
         """Remember what calls of a kind save."""
 
 
-class Count:
+class SavedBytesCounter:
     """Counts what is saved while a block runs, each storage once, weights left out."""
 
     nbytes = 0
@@ -110,19 +110,19 @@ class Count:
         return tensor
 
 
-class Trial(SavingBase, Count):
+class KeepUntilFull(SavingBase, SavedBytesCounter):
     """Counts what is saved and keeps it, until there is no room; then nothing is kept."""
 
     may_drop = True
 
-    def __init__(self, policy: WhatFits, kind: Hashable, unit: Unit, lease: Lease, where: str) -> None:
+    def __init__(self, policy: KeepWhatFits, kind: Hashable, unit: Unit, lease: Lease, where: str) -> None:
         """Args: policy: It learns from the trial. lease: Empty at first; it grows with what is kept."""
         super().__init__(unit, where)
         self._policy, self._kind, self._lease, self.is_kept = policy, kind, lease, True
-        self._saved: list[_Saved] = []
+        self._saved: list[_SavedEntry] = []
 
     def hooks(self) -> Any:
-        """See ``Saving``."""
+        """See ``CallSaving``."""
         super().hooks()
         self._pack, self._unpack = by_place(self._unit, self._where)
         return hooks_on_saved(self._unit, self._keep, self._give)
@@ -140,23 +140,23 @@ class Trial(SavingBase, Count):
         self._policy.learn(self._kind, self, made)
         return inner, edges_of(made)
 
-    def _keep(self, tensor: torch.Tensor) -> _Saved:
+    def _keep(self, tensor: torch.Tensor) -> _SavedEntry:
         if self.is_kept and not self._lease.grow(self.add(tensor)):
             self.is_kept = False
             self._lease.release()
             for saved in self._saved:
                 saved.content = None
-        saved = _Saved(self._pack(tensor) if self.is_kept else None)
+        saved = _SavedEntry(self._pack(tensor) if self.is_kept else None)
         self._saved.append(saved)
         return saved
 
-    def _give(self, saved: _Saved) -> torch.Tensor:
+    def _give(self, saved: _SavedEntry) -> torch.Tensor:
         if saved.content is None:
             raise UnsupportedError(escaped(self._where))
         return self._unpack(saved.content)
 
 
-class _Saved:
+class _SavedEntry:
     """One saved tensor."""
 
     __slots__ = ("content",)
@@ -165,19 +165,21 @@ class _Saved:
         self.content = content
 
 
-class WhatFits(Policy):
+class KeepWhatFits(Policy):
     """Keeps what is saved where there is room, else recomputes. Remembers how much calls save."""
 
     keeps_all = False
 
-    def __init__(self, unit: Unit, room: Room, device_kind: str, remember: Remember | None, where: str) -> None:
+    def __init__(
+        self, unit: Unit, room: ActivationRoom, device_kind: str, remember: PartialSaving | None, where: str
+    ) -> None:
         """Args: room: That of all units. remember: Saves for recomputes; None: autograd saves the arguments."""
         super().__init__(unit, device_kind, where)
         self._room, self._remember = room, remember
         self.has_kinds = room.nbytes > 0 or remember is not None
         self._known: dict[Hashable, tuple[int, Sequence[bool]]] = {}
         """Bytes that calls of a kind save, and whether each result is among them."""
-        self._dropped = Dropped(where)
+        self._dropped = DropGraph(where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """See ``Policy``."""
@@ -188,7 +190,7 @@ class WhatFits(Policy):
         known = self._known.get(self.kind_of(args, kwargs)) if self.has_kinds else None
         return None if known is None else self._room.lease(known[0])
 
-    def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
+    def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> CallSaving:
         """See ``Policy``."""
         if kind is None:
             return self._dropped
@@ -198,22 +200,22 @@ class WhatFits(Policy):
         if self._shares_casts() or self._room.free_bytes <= 0:
             return self._drop(tensors)
         if known is None:
-            return Trial(self, kind, self._unit, Lease(self._room), self._where)
+            return KeepUntilFull(self, kind, self._unit, Lease(self._room), self._where)
         lease = self._room.lease(known[0])
-        return self._drop(tensors) if lease is None else KeptGraph(self._unit, lease, known[1], self._where)
+        return self._drop(tensors) if lease is None else KeepGraph(self._unit, lease, known[1], self._where)
 
-    def _drop(self, tensors: Sequence[torch.Tensor]) -> Saving:
+    def _drop(self, tensors: Sequence[torch.Tensor]) -> CallSaving:
         return self._dropped if self._remember is None else self._remember.begin(tensors) or self._dropped
 
     def _shares_casts(self) -> bool:
         """Whether a kept graph needs a cache of casts of its own, which would empty the whole model's cache."""
         return torch.is_autocast_enabled(self._device_kind) and torch.is_autocast_cache_enabled()
 
-    def count(self, kind: Hashable) -> Count | None:
+    def count(self, kind: Hashable) -> SavedBytesCounter | None:
         """See ``Policy``."""
-        return None if kind in self._known else Count(self._unit, self._where)
+        return None if kind in self._known else SavedBytesCounter(self._unit, self._where)
 
-    def learn(self, kind: Hashable, count: Count, made: Sequence[torch.Tensor]) -> None:
+    def learn(self, kind: Hashable, count: SavedBytesCounter, made: Sequence[torch.Tensor]) -> None:
         """See ``Policy``."""
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
@@ -221,12 +223,12 @@ class WhatFits(Policy):
         self._known[kind] = count.nbytes, [i in watched for i in range(len(made))]
 
 
-class _SentAway(SavingBase):
+class _OffloadAttempt(SavingBase):
     """One call whose activations leave the device, if they fit."""
 
     may_drop = True
 
-    def __init__(self, away: Away, learn: Callable[[], None], gone: type[GoneTensor]) -> None:
+    def __init__(self, away: OffloadedCall, learn: Callable[[], None], gone: type[GoneTensor]) -> None:
         """Args: learn: Called if they would never fit. gone: Class of arguments whose memory has left."""
         self._away, self._learn, self._gone = away, learn, gone
         self._call: SavedCall[Handle] | None = None
@@ -267,24 +269,24 @@ class _SentAway(SavingBase):
         self._away.end_backward(self._call, is_over=is_over)
 
 
-class Remember:
+class PartialSaving:
     """What recomputed calls save, on the device or off it."""
 
-    def __init__(self, sender: Sender | None, where: str, *, selects: bool) -> None:
+    def __init__(self, sender: CallOffloader | None, where: str, *, selects: bool) -> None:
         """Args: sender: None: all stays on the device. selects: Whether results that are dear to compute are saved."""
         self._sender, self._selects, self._where = sender, selects, where
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> Saving | None:
+    def begin(self, tensors: Sequence[torch.Tensor]) -> CallSaving | None:
         """Begin a call. Returns None if the unit's home is full. Args: tensors: Arguments of the call."""
         away = None
         if self._sender is not None:
             away = self._sender.begin(tensors)
             if away is None:
                 return None
-        return Again(tensors, Selection(self._where) if self._selects else None, away, self._where)
+        return RecomputeWithSaved(tensors, Selection(self._where) if self._selects else None, away, self._where)
 
 
-class SendAway(Policy):
+class OffloadPolicy(Policy):
     """Sends what is saved off the device. A call that does not fit its home is recomputed.
 
     Once that is known of arguments of given shapes, calls with such arguments send the arguments alone, if they fit.
@@ -292,18 +294,18 @@ class SendAway(Policy):
 
     keeps_all, has_kinds = False, True
 
-    def __init__(self, unit: Unit, device_kind: str, sender: Sender, where: str) -> None:
+    def __init__(self, unit: Unit, device_kind: str, sender: CallOffloader, where: str) -> None:
         """Args: sender: The unit's sender."""
         super().__init__(unit, device_kind, where)
-        self._sender, self._dropped = sender, Dropped(where)
-        self._remember = Remember(sender, where, selects=False)
+        self._sender, self._dropped = sender, DropGraph(where)
+        self._remember = PartialSaving(sender, where, selects=False)
         self._too_large, self._gone = set[Hashable](), gone_class(where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """Return one kind for all calls, as long as all fit."""
         return self._kind(args, kwargs) if self._too_large else True
 
-    def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Saving:
+    def begin(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> CallSaving:
         """See ``Policy``."""
         if kind is None:
             return self._dropped
@@ -312,7 +314,7 @@ class SendAway(Policy):
         away = self._sender.begin(tensors)
         if away is None:
             return self._dropped
-        return _SentAway(away, functools.partial(self._learn, kind), self._gone)
+        return _OffloadAttempt(away, functools.partial(self._learn, kind), self._gone)
 
     def _learn(self, kind: Hashable) -> None:
         if len(self._too_large) >= _MOST_KNOWN:
@@ -321,16 +323,21 @@ class SendAway(Policy):
 
 
 def policy_of(
-    unit: Unit, room: Room, order: ActivationOrder[Handle], between: Between, device: Device, where: str
+    unit: Unit,
+    room: ActivationRoom,
+    order: ActivationOrder[Handle],
+    between: SharedArguments,
+    device: Device,
+    where: str,
 ) -> Policy:
     """Return the policy that the plan gives to a unit."""
-    sender = None if unit.plan.activations == "device" else Sender(unit, order, between, device, where)
+    sender = None if unit.plan.activations == "device" else CallOffloader(unit, order, between, device, where)
     kind = device.torch_device.type
     if unit.plan.policy == "keep":
-        return Policy(unit, kind, where) if sender is None else SendAway(unit, kind, sender, where)
+        return Policy(unit, kind, where) if sender is None else OffloadPolicy(unit, kind, sender, where)
     selects = unit.plan.policy == "select"
-    remember = Remember(sender, where, selects=selects) if selects or sender is not None else None
-    return WhatFits(unit, room, kind, remember, where)
+    remember = PartialSaving(sender, where, selects=selects) if selects or sender is not None else None
+    return KeepWhatFits(unit, room, kind, remember, where)
 
 
 def _signature(value: Any) -> Any:

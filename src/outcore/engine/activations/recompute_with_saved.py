@@ -8,20 +8,20 @@ from typing import Any
 import torch
 
 from outcore.device.lanes import Handle
-from outcore.engine.activations.offloaded_call import Away
-from outcore.engine.activations.saved import Kept, drop_saved
+from outcore.engine.activations.offloaded_call import OffloadedCall
+from outcore.engine.activations.saved import KeptTensor, drop_saved
 from outcore.engine.activations.saving import SavingBase
 from outcore.engine.activations.selection import Selection
 from outcore.order.activations import SavedCall
 
 
-class Again(SavingBase):
+class RecomputeWithSaved(SavingBase):
     """Keeps nothing of the graph: the block runs again, from its arguments and from what was selected."""
 
     is_kept, may_drop = False, True
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], selection: Selection | None, away: Away | None, where: str
+        self, tensors: Sequence[torch.Tensor], selection: Selection | None, away: OffloadedCall | None, where: str
     ) -> None:
         """Args: tensors: The call's arguments. away: Sends what is saved; None: it stays on the device."""
         self._tensors, self._selection, self._away, self._where = tensors, selection, away, where
@@ -94,8 +94,8 @@ class Again(SavingBase):
         with torch.enable_grad():
             return tensor.detach().requires_grad_().view_as(tensor)
 
-    def _kept(self, tensor: torch.Tensor) -> Kept:
-        return Kept(tensor.detach(), tensor._version)
+    def _kept(self, tensor: torch.Tensor) -> KeptTensor:
+        return KeptTensor(tensor.detach(), tensor._version)
 
     def _give(self, packed: Any) -> torch.Tensor:
         if self._away is not None:

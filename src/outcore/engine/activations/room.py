@@ -2,7 +2,7 @@
 
 [Note: keep what fits] A plan guarantees that a unit can be recomputed. What the device has left may be used to keep
 its activations instead: less work, same bits. Nothing is guessed. The first call of a unit with arguments of given
-shapes is a *trial* (``policies.Trial``): it counts and keeps what autograd saves. If that does not fit, the call drops
+shapes is a *trial* (``policies.KeepUntilFull``): it counts and keeps what autograd saves. If that does not fit, the call drops
 all and will be recomputed after all. A later call with such arguments takes as many bytes in advance; if they are not
 there, it will be recomputed. Bytes are given back when backward comes to the call, or when its graph goes.
 
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from outcore.device.device import Meter
+from outcore.device.device import MemoryMeter
 from outcore.device.lanes import Handle
 from outcore.engine.activations.saved import storage_of, version_of
 from outcore.order.activations import SavedCall
@@ -38,7 +38,7 @@ class Lease:
 
     __slots__ = ("_room", "nbytes")
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: ActivationRoom) -> None:
         self._room, self.nbytes = room, 0
 
     def grow(self, nbytes: int) -> bool:
@@ -63,10 +63,10 @@ class Lease:
         self.release()
 
 
-class Room:
+class ActivationRoom:
     """Bytes that calls may keep, and those taken. See [Note: keep what fits] and [Note: what else is alive]."""
 
-    def __init__(self, nbytes: int, meter: Meter | None = None) -> None:
+    def __init__(self, nbytes: int, meter: MemoryMeter | None = None) -> None:
         """Args: nbytes: All that may be kept at a time. meter: Measures peaks; None: nothing else is counted."""
         self.nbytes = nbytes
         self.taken_bytes = 0
@@ -112,12 +112,12 @@ class Room:
             self._measured, self._is_open = self._largest, True
         self._start(self._meter)
 
-    def _start(self, meter: Meter) -> None:
+    def _start(self, meter: MemoryMeter) -> None:
         self._was_used = False
         meter.start()
 
 
-class _Sent(NamedTuple):
+class _SavedResult(NamedTuple):
     """A result that its own call has saved."""
 
     memory: weakref.ref[torch.UntypedStorage]
@@ -126,12 +126,12 @@ class _Sent(NamedTuple):
     version: int
 
 
-class Between:
+class SharedArguments:
     """Memory that calls of units share, while it lives: arguments and results. See [Note: between units]."""
 
     def __init__(self) -> None:
         self._met = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, _SavedResult] = {}
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether an earlier call got the same memory."""
@@ -149,7 +149,7 @@ class Between:
         storage = result.untyped_storage()
         place = storage._cdata
         memory = weakref.ref(storage, functools.partial(self._sent.pop, place))
-        self._sent[place] = _Sent(memory, weakref.ref(call), start, version)
+        self._sent[place] = _SavedResult(memory, weakref.ref(call), start, version)
 
     def lender_of(self, tensor: torch.Tensor) -> tuple[SavedCall[Handle], int] | None:
         """Return the call that has sent the same memory, if it is unchanged, and where it begins there."""

@@ -38,7 +38,7 @@ def as_saved(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t.detach().clone().requires_grad_(t.requires_grad) if t.is_inference() else t for t in tensors]
 
 
-class Form:
+class StoredForm:
     """How a saved tensor lies in memory, so that it can be laid over a copy of that memory."""
 
     __slots__ = ("dtype", "is_conj", "offset", "size", "stride")
@@ -135,16 +135,16 @@ def hooks_on_saved(unit: Unit, pack: Pack, unpack: Callable[[Any], torch.Tensor]
 
     def take_apart(tensor: torch.Tensor) -> Any:
         if is_wrapped(tensor):
-            return Inside(Wrapping(tensor), [pack(inner) for inner in tensors_in(tensor)])
+            return SavedWrapper(Wrapping(tensor), [pack(inner) for inner in tensors_in(tensor)])
         return pack(tensor)
 
     def put_together(packed: Any) -> torch.Tensor:
-        return packed.again(unpack) if type(packed) is Inside else unpack(packed)
+        return packed.again(unpack) if type(packed) is SavedWrapper else unpack(packed)
 
     return torch.autograd.graph.saved_tensors_hooks(take_apart, put_together)
 
 
-class Inside(NamedTuple):
+class SavedWrapper(NamedTuple):
     """A saved wrapper."""
 
     wrapping: Wrapping
@@ -175,31 +175,33 @@ def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Calla
         except (NotImplementedError, RuntimeError):  # it has no memory of its own, such as a sparse tensor
             address = 0
         if address in slot:
-            return Placed(tensor, address - slot.start)
+            return SavedWeight(tensor, address - slot.start)
         if not address and is_wrapped(tensor):  # the block may have put it around a view of its weight
-            return Inside(Wrapping(tensor), [_packed(inner, slot) for inner in tensors_in(tensor)])
+            return SavedWrapper(Wrapping(tensor), [_packed(inner, slot) for inner in tensors_in(tensor)])
         if not keeps:
             return None
-        return Kept(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
+        return KeptTensor(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
 
-    def unpack(saved: Kept | Placed | Inside) -> torch.Tensor:
-        if isinstance(saved, Kept):
+    def unpack(saved: KeptTensor | SavedWeight | SavedWrapper) -> torch.Tensor:
+        if isinstance(saved, KeptTensor):
             return saved.unchanged(where)
-        if isinstance(saved, Inside):
+        if isinstance(saved, SavedWrapper):
             return saved.again(partial(_found, unit, where))
         return saved.again(_present_bytes(unit, where))
 
     return pack, unpack
 
 
-def _packed(tensor: torch.Tensor, slot: range) -> Kept | Placed:
+def _packed(tensor: torch.Tensor, slot: range) -> KeptTensor | SavedWeight:
     tensor = tensor.resolve_neg()
     address = tensor.data_ptr() if storage_of(tensor) else 0
-    return Placed(tensor, address - slot.start) if address in slot else Kept(tensor.detach(), tensor._version)
+    return (
+        SavedWeight(tensor, address - slot.start) if address in slot else KeptTensor(tensor.detach(), tensor._version)
+    )
 
 
-def _found(unit: Unit, where: str, saved: Kept | Placed) -> torch.Tensor:
-    return saved.unchanged(where) if isinstance(saved, Kept) else saved.again(_present_bytes(unit, where))
+def _found(unit: Unit, where: str, saved: KeptTensor | SavedWeight) -> torch.Tensor:
+    return saved.unchanged(where) if isinstance(saved, KeptTensor) else saved.again(_present_bytes(unit, where))
 
 
 def _present_bytes(unit: Unit, where: str) -> torch.Tensor:
@@ -214,7 +216,7 @@ def _present_bytes(unit: Unit, where: str) -> torch.Tensor:
     return now.bytes
 
 
-class Kept(NamedTuple):
+class KeptTensor(NamedTuple):
     """A saved tensor that is no weight. Autograd itself checks versions only of tensors that are not packed."""
 
     tensor: torch.Tensor
@@ -227,13 +229,13 @@ class Kept(NamedTuple):
         return self.tensor
 
 
-class Placed(Form):
+class SavedWeight(StoredForm):
     """A saved weight, or a view of one: where it is in the unit's bytes, wherever those are."""
 
     __slots__ = ()
 
 
-class Cast:
+class SavedCast:
     """A weight as autocast casts it, or a view of that: made again in backward, where the weight is present."""
 
     __slots__ = ("dtype", "instead", "offset", "size", "stride", "tensor", "version", "weight")

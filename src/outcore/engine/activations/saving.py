@@ -15,7 +15,7 @@ Graph = tuple[Sequence[torch.Tensor], Sequence[Any]]
 """The arguments inside of the block, and its results or their edges in the graph."""
 
 
-class Saving(Protocol):
+class CallSaving(Protocol):
     """What one call does with what autograd saves. Room that it has taken is given back with the object."""
 
     may_drop: bool
@@ -73,7 +73,7 @@ class Saving(Protocol):
 
 
 class SavingBase:
-    """What most kinds of ``Saving`` do."""
+    """What most kinds of ``CallSaving`` do."""
 
     has_arguments = False
 
@@ -106,7 +106,7 @@ class SavingBase:
         """Do nothing."""
 
 
-class KeptGraph(SavingBase):
+class KeepGraph(SavingBase):
     """Keeps the whole graph."""
 
     is_kept, may_drop = True, False
@@ -127,11 +127,11 @@ class KeptGraph(SavingBase):
         """Versions of these results, inside and outside, and the number outside when they were handed out."""
 
     def hooks(self) -> Any:
-        """See ``Saving``."""
+        """See ``CallSaving``."""
         return save_weights_by_place(self._unit, self._where)
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph:
-        """See ``Saving``."""
+        """See ``CallSaving``."""
         return inner, edges_of(made)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
@@ -173,7 +173,7 @@ def edges_of(made: Sequence[torch.Tensor]) -> list[Any]:
     return [torch.autograd.graph.get_gradient_edge(t) for t in made]
 
 
-class Dropped(SavingBase):
+class DropGraph(SavingBase):
     """Keeps nothing."""
 
     is_kept, may_drop = False, True
@@ -188,11 +188,11 @@ class Dropped(SavingBase):
         self._hooks = drop_saved(where)
 
     def hooks(self) -> Any:
-        """See ``Saving``."""
+        """See ``CallSaving``."""
         return self._hooks
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> None:
-        """See ``Saving``."""
+        """See ``CallSaving``."""
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         """Return no results: recompute makes them again."""

@@ -41,12 +41,14 @@ class Selection:
         outside = {storage_of(t) for t in made}
         packed: list[tuple[Any, Any]] = []
         for func, result in self.calls:
-            held = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, _Made)]
+            held = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, _ResultTensor)]
             if any(storage_of(leaf.tensor) in self._changed for leaf in held):
                 self.calls.clear()
                 return False
             is_out = any(storage_of(leaf.tensor) in outside for leaf in held)
-            kept = None if is_out else pytree.tree_map_only(_Made, lambda leaf: _Packed(pack(leaf.tensor)), result)
+            kept = (
+                None if is_out else pytree.tree_map_only(_ResultTensor, lambda leaf: _Packed(pack(leaf.tensor)), result)
+            )
             packed.append((func, kept))
         self.calls = packed
         return True
@@ -56,7 +58,7 @@ class Selection:
         return _HandingOut(self.calls, unpack, self._where)
 
 
-class _Made:
+class _ResultTensor:
     """A tensor of a result."""
 
     __slots__ = ("tensor",)
@@ -84,7 +86,11 @@ class _Selecting(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._changed.update(map(storage_of, _written(func, args, kwargs)))
         if may_be_dear(func):
-            kept = pytree.tree_map_only(torch.Tensor, _Made, result) if is_dear(func, args, kwargs, result) else None
+            kept = (
+                pytree.tree_map_only(torch.Tensor, _ResultTensor, result)
+                if is_dear(func, args, kwargs, result)
+                else None
+            )
             self._calls.append((func, kept))
             # A result is new memory: what was written at its address before is gone.
             self._changed.difference_update(storage_of(t) for t in _tensors(result))

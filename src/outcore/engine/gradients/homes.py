@@ -14,13 +14,13 @@ import torch
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.engine.gradients.handle import GradHandle
-from outcore.engine.gradients.unit_gradients import Pass, UnitGradients
+from outcore.engine.gradients.unit_gradients import BackwardPass, UnitGradients
 from outcore.engine.unit.tiers import Tiers
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import flat, torch_dtype
 from outcore.memory.arena import TEMPORARY, Buffer, Region
 from outcore.optim.sums import RunAll, Sum, add_works, run_here, widen_rounds
-from outcore.order.ledger import After, Span
+from outcore.order.ledger import After, ByteSpan
 from outcore.order.slots import Pools
 from outcore.spec.lane_names import Lane
 from outcore.torch_private import copy_each
@@ -32,7 +32,7 @@ class PassWork:
     def __init__(
         self,
         gradients: UnitGradients,
-        current: Pass,
+        current: BackwardPass,
         held: Mapping[int, GradHandle],
         device: Device,
         run_all: RunAll,
@@ -56,7 +56,7 @@ class PassWork:
             return self._unit.spec.bucket_bytes
         return sum(grad.nbytes for grad in self._current.loose.values())
 
-    def leave(self, target: Span) -> Callable[[], None]:
+    def leave(self, target: ByteSpan) -> Callable[[], None]:
         """Return the deed that copies the pass to host memory, in native form."""
         unit, buffer, bucket = self._unit, target.memory, self._unit.ledger.bucket
         if bucket is not None:
@@ -88,7 +88,7 @@ class PassWork:
             _add(flat(specs[i], current.loose[i]), views[i], held[i].factors)
         self._gradients.is_native = False
 
-    def add_on_host(self, landing: Span, target: Span) -> Callable[[], None]:
+    def add_on_host(self, landing: ByteSpan, target: ByteSpan) -> Callable[[], None]:
         """Return the deed that adds what landed to what is at home. Pending factors are applied to the latter first."""
         unit, held, present = self._unit, self._held, self._current.present
         was_native, self._gradients.is_native = self._gradients.is_native, False
@@ -121,7 +121,7 @@ class GradientHomes:
         """
         self._tiers, self._pools, self._device, self._run_all = tiers, pools, device, run_all
 
-    def work(self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle]) -> PassWork:
+    def work(self, gradients: UnitGradients, current: BackwardPass, held: Mapping[int, GradHandle]) -> PassWork:
         """Return what is done to send a pass home. See ``PassWork``."""
         return PassWork(gradients, current, held, self._device, self._run_all)
 

@@ -71,7 +71,7 @@ class DistantTensor(torch.Tensor):
         return on_values(func, args, kwargs or {})
 
 
-class _View(DistantTensor):
+class _DistantView(DistantTensor):
     """A part of a distant tensor, or another look at it."""
 
     def __init__(
@@ -132,11 +132,11 @@ def _views(func: Any, base: DistantTensor, rest: Sequence[Any], kwargs: dict[str
     stand_in = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
     made = take(stand_in)
     if isinstance(made, torch.Tensor):
-        return _View(made, base.device, base, take)
-    return [_View(part, base.device, base, _Part(take, number)) for number, part in enumerate(made)]
+        return _DistantView(made, base.device, base, take)
+    return [_DistantView(part, base.device, base, _DistantPart(take, number)) for number, part in enumerate(made)]
 
 
-class _Part:
+class _DistantPart:
     """One of several views that an operation makes."""
 
     def __init__(self, take: Callable[[torch.Tensor], Any], number: int) -> None:

@@ -23,7 +23,7 @@ from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.engine.gradients.handle import GradHandle
 from outcore.engine.gradients.homes import GradientHomes
-from outcore.engine.gradients.unit_gradients import Pass, UnitGradients
+from outcore.engine.gradients.unit_gradients import BackwardPass, UnitGradients
 from outcore.engine.unit.recovery import Recovery
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import outermost_first, torch_dtype
@@ -34,7 +34,7 @@ from outcore.order.slots import SlotPool
 from outcore.torch_private import at_end_of_task, copy_each, current_task
 
 
-class Gradients:
+class BackwardGradients:
     """All gradients of a model during backward; ``GradientHomes`` has them afterwards."""
 
     takes_gradients = True
@@ -105,7 +105,9 @@ class Gradients:
             self._join_pass(gradients)
             current = gradients.open
             if current is None:
-                gradients.open = current = Pass(sum([p.requires_grad for p in unit.params[: unit.num_trainable]]))
+                gradients.open = current = BackwardPass(
+                    sum([p.requires_grad for p in unit.params[: unit.num_trainable]])
+                )
             with torch.no_grad():
                 if gradients.has_bucket and not current.loose:
                     self._into_bucket(gradients, current, grads)
@@ -240,7 +242,7 @@ class Gradients:
         for gradients in self.of.values():
             gradients.open = gradients.unit.ledger.bucket = None
 
-    def _keep_loose(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
+    def _keep_loose(self, gradients: UnitGradients, current: BackwardPass, grads: dict[int, torch.Tensor]) -> None:
         self._take_over(gradients.unit, current)
         dtypes = gradients.unit.gradient_form.update_dtypes
         for i, grad in grads.items():
@@ -252,7 +254,7 @@ class Gradients:
             else:
                 current.loose[i] = known + grad
 
-    def _into_bucket(self, gradients: UnitGradients, current: Pass, grads: dict[int, torch.Tensor]) -> None:
+    def _into_bucket(self, gradients: UnitGradients, current: BackwardPass, grads: dict[int, torch.Tensor]) -> None:
         unit = gradients.unit
         bucket, current.made = self._order.collect(unit.ledger, current.made, self._make_room)
         current.stream = self._device.stream_name()
@@ -290,7 +292,7 @@ class Gradients:
         if unit.plan.early and gradients.num_passes == self._accumulation_steps:
             self.on_last(gradients)
 
-    def _take_over(self, unit: Unit, current: Pass) -> None:
+    def _take_over(self, unit: Unit, current: BackwardPass) -> None:
         """Order compute behind what made the gradients: autograd does not, if it gives the hook no gradient.
 
         The hook that closes a pass then runs on the stream on which the parameter was first used.
@@ -318,7 +320,7 @@ class Gradients:
                 "or prepare with accumulation_steps=None"
             )
 
-    def _take_norms(self, gradients: UnitGradients, current: Pass, added: set[int]) -> None:
+    def _take_norms(self, gradients: UnitGradients, current: BackwardPass, added: set[int]) -> None:
         for i in current.present:
             gradients.norms.pop(i, None)
         if not self.clipping or gradients.unit.plan.gradients == "device":
@@ -336,7 +338,7 @@ class Gradients:
             gradients.norms.update(zip(batch, kernels.norms(values), strict=True))
 
 
-def _over(gradients: weakref.ref[Gradients], task: int, _: object) -> None:
+def _over(gradients: weakref.ref[BackwardGradients], task: int, _: object) -> None:
     if (mine := gradients()) is not None:
         mine.end_without_callback(task)
 

@@ -20,12 +20,12 @@ from outcore.device.lanes import Handle
 from outcore.engine.gradients.gradient_norms import RankNorms
 from outcore.engine.gradients.handle import GradHandle
 from outcore.engine.gradients.homes import GradientHomes, PassWork
-from outcore.engine.gradients.passes import Gradients
-from outcore.engine.gradients.unit_gradients import Pass, UnitGradients
+from outcore.engine.gradients.passes import BackwardGradients
+from outcore.engine.gradients.unit_gradients import BackwardPass, UnitGradients
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import own_slice
 from outcore.optim.sums import Sum, Work, add_works
-from outcore.order.ledger import Span
+from outcore.order.ledger import ByteSpan
 from outcore.order.slots import SlotPool
 from outcore.order.turns import Turns
 from outcore.ranks.world import World
@@ -39,7 +39,7 @@ _NOWHERE = torch.empty(0, dtype=torch.uint8, device="cpu")
 class RankedUnitGradients(UnitGradients):
     """Gradients of one unit: sums over all ranks, of which each rank has the elements that it updates at home."""
 
-    def __init__(self, unit: Unit, store: Gradients, home: GradientHomes) -> None:
+    def __init__(self, unit: Unit, store: BackwardGradients, home: GradientHomes) -> None:
         """Begin without gradients."""
         super().__init__(unit, store, home)
         self._ranks = cast(RankedGradients, store)
@@ -59,13 +59,13 @@ class RankedUnitGradients(UnitGradients):
         return None if handle.factors or handle.is_zero else self._ranks.norms.of(handle)
 
 
-class RankedGradients(Gradients):
+class RankedGradients(BackwardGradients):
     """All gradients of a model during backward, of one rank among several."""
 
     _of_unit = RankedUnitGradients
 
     def __init__(self, units: Sequence[Unit], *args: Any, world: World, **options: Any) -> None:
-        """Args: as for ``Gradients``. world: This rank and the others."""
+        """Args: as for ``BackwardGradients``. world: This rank and the others."""
         super().__init__(units, *args, **options)
         homes = self._homes = cast(RankedHomes, self._resting)
         self._world = world
@@ -73,7 +73,7 @@ class RankedGradients(Gradients):
         mine = [cast(RankedUnitGradients, self.of[unit.name]) for unit in units if unit.num_trainable]
         self.norms = RankNorms(mine, homes, world)
         self._turns = Turns(mine)
-        self._sent: list[_Sent] = []
+        self._sent: list[_ExchangeTurn] = []
         self._is_broken = False
         self._num_kept = 0
         """Number of passes of this step whose gradients are not exchanged yet. See [Note: one exchange]."""
@@ -187,7 +187,7 @@ class RankedGradients(Gradients):
     def _send(self, gradients: RankedUnitGradients) -> None:
         if not self._sent:
             self._world.note(f"backward {self._num_passes}")
-        unit, current = gradients.unit, gradients.open or Pass(0)
+        unit, current = gradients.unit, gradients.open or BackwardPass(0)
         if gradients.open is not None:
             self._take_over(unit, current)
         held = {i: handle for i, handle in gradients.held_handles().items() if not handle.is_zero}
@@ -203,10 +203,10 @@ class RankedGradients(Gradients):
         work = self._homes.shared_work(gradients, current, held, self._num_passes)
         exchanged = self._order.share(unit.ledger, work, self._make_room, is_first=not held)
         gradients.open = None  # last, so that gradients are known to be lost if this is interrupted before
-        self._sent.append(_Sent(gradients, work, set(held), exchanged))
+        self._sent.append(_ExchangeTurn(gradients, work, set(held), exchanged))
 
 
-class _Sent(NamedTuple):
+class _ExchangeTurn(NamedTuple):
     """A turn in the pass that runs."""
 
     gradients: RankedUnitGradients
@@ -232,14 +232,14 @@ class RankWork(PassWork):
         """Return the parameters for which any rank has a gradient."""
         return set().union(*self._present)
 
-    def put_in(self, bucket: Span) -> None:
+    def put_in(self, bucket: ByteSpan) -> None:
         """Put loose gradients into the bucket, on compute."""
         loose = self._current.loose
         if loose:
             views = self._unit.views.native(bucket.memory)
             copy_each([views[i] for i in loose], list(loose.values()))
 
-    def exchange(self, bucket: Span, received: Span) -> Callable[[], None]:
+    def exchange(self, bucket: ByteSpan, received: ByteSpan) -> Callable[[], None]:
         """Return the deed of the exchange, all to all. Bits beside it name the turn, what is held, and what is sent."""
         unit, world, present = self._unit, self._world, self._current.present
         numbers = (world.num_steps, self._number, unit.ledger.index)
@@ -265,7 +265,7 @@ class RankWork(PassWork):
 
         return deed
 
-    def add_runs(self, received: Span, target: Span) -> Callable[[], None]:
+    def add_runs(self, received: ByteSpan, target: ByteSpan) -> Callable[[], None]:
         """Return the deed that adds the runs up in rank order, in the update dtype."""
         unit, held, self._gradients.is_native = self._unit, self._held, False
         on_host, runs, home = target.of.tier != "device", received.memory, target.memory
@@ -304,7 +304,7 @@ class RankedHomes(GradientHomes):
         self._world = world
 
     def shared_work(
-        self, gradients: UnitGradients, current: Pass, held: Mapping[int, GradHandle], number: int
+        self, gradients: UnitGradients, current: BackwardPass, held: Mapping[int, GradHandle], number: int
     ) -> RankWork:
         """Return what is done in a turn. Args: number: The pass's."""
         return RankWork(self._world, number, gradients, current, held, self._device, self._run_all)

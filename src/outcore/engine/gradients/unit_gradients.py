@@ -19,11 +19,11 @@ from outcore.torch_private import current_task
 
 if TYPE_CHECKING:
     from outcore.engine.gradients.homes import GradientHomes
-    from outcore.engine.gradients.passes import Gradients
+    from outcore.engine.gradients.passes import BackwardGradients
 
 
 @dataclass(slots=True, eq=False)
-class Pass:
+class BackwardPass:
     """What one backward pass has given a unit so far: in its bucket, or loose."""
 
     num_expected: int
@@ -52,7 +52,7 @@ class UnitGradients:
         version: Counts changes of what is stored.
     """
 
-    def __init__(self, unit: Unit, store: Gradients, home: GradientHomes) -> None:
+    def __init__(self, unit: Unit, store: BackwardGradients, home: GradientHomes) -> None:
         """Begin without gradients.
 
         Args:
@@ -67,7 +67,7 @@ class UnitGradients:
         self.has_bucket = bool(unit.name) and (unit.plan.gradients != "device" or unit.spec.num_ranks > 1)
         self.num_passes = 0
         self.counted_pass = -1
-        self.open: Pass | None = None
+        self.open: BackwardPass | None = None
         self.version = 0
 
     def held_handles(self) -> dict[int, GradHandle]:

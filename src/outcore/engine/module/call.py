@@ -22,15 +22,15 @@ from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.engine.activations.policies import Policy, policy_of
-from outcore.engine.activations.room import Between, Room
+from outcore.engine.activations.room import ActivationRoom, SharedArguments
 from outcore.engine.activations.saved import as_saved, escaped, slot_of, storage_of, version_of
 from outcore.engine.activations.saving import Graph, edges_of
 from outcore.engine.module.argument_hooks import hand_on_hooks, refuse_backward
 from outcore.engine.module.compiling import Compiling
 from outcore.engine.module.graphs import (
-    Anchor,
-    Call,
-    Trained,
+    ForwardCall,
+    GraphAnchor,
+    TrainedParameters,
     UnitFunction,
     UseByUse,
     find_leaves,
@@ -46,12 +46,12 @@ from outcore.engine.module.graphs import (
 from outcore.engine.module.side_outputs import active_recording, emptied, hand_over, recording_apart
 from outcore.engine.recompute.autocast import AutocastCacheOff
 from outcore.engine.recompute.caches import refuse_filled_caches
-from outcore.engine.recompute.checks import Doubts, Repeats, summary_of
+from outcore.engine.recompute.checks import PendingComparisons, Repeats, summary_of
 from outcore.engine.recompute.structure import Structure, sharing_memory, take_apart
-from outcore.engine.streamed_weights import Bound, Weights, make_way
+from outcore.engine.streamed_weights import StreamedWeights, UnitBinding, make_way
 from outcore.engine.unit.absent import called_inside
 from outcore.engine.unit.unit import Unit
-from outcore.engine.values.access import Access
+from outcore.engine.values.access import ValueAccess
 from outcore.engine.values.edits import OwnEdits
 from outcore.model.equal_calls import is_cache
 from outcore.order.activations import ActivationOrder
@@ -86,14 +86,14 @@ class GradientSink(Protocol):
 class Services(NamedTuple):
     """What the calls of all units share."""
 
-    weights: Weights
+    weights: StreamedWeights
     sink: GradientSink
     device: Device
-    doubts: Doubts
-    access: Access
-    room: Room
+    doubts: PendingComparisons
+    access: ValueAccess
+    room: ActivationRoom
     activations: ActivationOrder[Handle]
-    between: Between
+    between: SharedArguments
     compiling: Compiling
 
 
@@ -109,7 +109,7 @@ class UnitCall:
         functools.update_wrapper(self, unit.module.forward)
         self._forward = compiling.forward_of(unit.module)
         self._casts = compiling.casts_of(unit.params, self._device.torch_device)
-        self._anchor, self._trained = Anchor(), Trained(unit)
+        self._anchor, self._trained = GraphAnchor(), TrainedParameters(unit)
         self._edits = OwnEdits(unit, access)
         self._repeats = Repeats(unit.modules, self._device, doubts, self._where)
         self._policy: Policy = policy_of(unit, room, activations, between, self._device, self._where)
@@ -167,7 +167,7 @@ class UnitCall:
         return result
 
     def _bound(self, phase: Phase) -> AbstractContextManager[None]:
-        return Bound(self.unit, phase, self._weights, self._device.recorder)
+        return UnitBinding(self.unit, phase, self._weights, self._device.recorder)
 
     def _run_plain(self, args: Any, kwargs: Any, phase: Phase) -> Any:
         with self._bound(phase), AutocastCacheOff():
@@ -191,7 +191,7 @@ class UnitCall:
 
     def _run_forward(
         self, tensors: list[torch.Tensor], kept: list[torch.Tensor], structure: Structure, kind: Hashable
-    ) -> tuple[Call, list[torch.Tensor], list[torch.Tensor], Structure]:
+    ) -> tuple[ForwardCall, list[torch.Tensor], list[torch.Tensor], Structure]:
         """Run the block first; ``kept`` is for a recompute. Returns the call, inner inputs, results and their nest."""
         if self._weights.begin_call(self.unit) and self._weights.calls[-1][1] is Phase.FORWARD:
             raise UnsupportedError(called_inside(self._where))
@@ -223,7 +223,7 @@ class UnitCall:
         made = [t for t in outputs if t.grad_fn is not None]
         foreign, used = find_leaves(made, inner, self.unit.params, start, slot, self._where)
         version = self._weights_version(is_recomputed=state is not None)
-        call = Call(structure, wants_grad, foreign, [t.shape for t in made], made, version, state)
+        call = ForwardCall(structure, wants_grad, foreign, [t.shape for t in made], made, version, state)
         call.recording, call.flags, call.uses = emptied(recording), flags, [used.get(id(t), 0) for t in inner]
         call.foreign_versions = [version_of(t) for t in foreign]
         call.watched = sharing_memory(made, tensors)
@@ -282,7 +282,7 @@ class UnitCall:
                 )
 
     def backward(
-        self, ctx: Any, call: Call, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+        self, ctx: Any, call: ForwardCall, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Return gradients of inputs, foreign leaves and parameters, in the order of ``UnitFunction``'s inputs.
 
@@ -347,7 +347,7 @@ class UnitCall:
         if torch.is_grad_enabled():
             raise UnsupportedError(f"{self._where}: expected a backward without create_graph=True; {self._why_once}")
 
-    def _refuse_stale(self, call: Call) -> None:
+    def _refuse_stale(self, call: ForwardCall) -> None:
         self._refuse_always()
         if call.weights_version != self._weights_version(is_recomputed=call.state is not None):
             raise UnsupportedError(
@@ -363,7 +363,7 @@ class UnitCall:
         # A kept graph has saved gathered weights, or their place, which it does not find in the block.
         return (unit.weights_version, *(unit.presence.edits() if is_recomputed else ()))
 
-    def _graph(self, call: Call, saved: Sequence[torch.Tensor], *, is_ordinary: bool) -> Graph:
+    def _graph(self, call: ForwardCall, saved: Sequence[torch.Tensor], *, is_ordinary: bool) -> Graph:
         """Return inner inputs and outputs: the kept ones, or those of a recompute."""
         if call.state is None:
             if call.graph is None:

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
 from outcore.engine.activations.saved import escaped, storage_of, version_of
-from outcore.engine.activations.saving import Graph, Saving
+from outcore.engine.activations.saving import CallSaving, Graph
 from outcore.engine.recompute.checks import Summary
 from outcore.engine.recompute.replay import ForwardState
 from outcore.engine.recompute.structure import Structure
@@ -34,7 +34,7 @@ _TAKERS = "outcore: calls that take it"
 
 
 @dataclass(eq=False)
-class Call:
+class ForwardCall:
     """What backward must know of one forward."""
 
     inputs: Structure
@@ -61,7 +61,7 @@ class Call:
     uses: list[int] = field(default_factory=list)
     """How often the block's graph uses each argument. An unused argument is no input of the node: autograd would reach
     it with None, where a plain loop does not reach it."""
-    saving: Saving | None = None
+    saving: CallSaving | None = None
     """Holds the activations that backward needs."""
     kind: Hashable = None
     """Kind of the arguments, if a recompute may have to count what is saved."""
@@ -88,7 +88,7 @@ class Call:
             )
 
 
-class Anchor:
+class GraphAnchor:
     """A leaf that every call of a unit takes as an input.
 
     So backward reaches the unit even if no other input needs a gradient. An ordinary ``backward()`` reaches the leaf,
@@ -100,7 +100,7 @@ class Anchor:
         self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
 
 
-class Trained:
+class TrainedParameters:
     """Which parameters of a unit need a gradient. Those frozen at ``prepare`` must stay frozen; others may change."""
 
     def __init__(self, unit: Unit) -> None:
@@ -141,7 +141,12 @@ class UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, unit_call: Any, call: Call, saved: Sequence[torch.Tensor], anchor: torch.Tensor, *_: torch.Tensor
+        ctx: Any,
+        unit_call: Any,
+        call: ForwardCall,
+        saved: Sequence[torch.Tensor],
+        anchor: torch.Tensor,
+        *_: torch.Tensor,
     ) -> Any:
         """Hand the results of the inner graph to the outer one."""
         ctx.unit_call, ctx.call = unit_call, call

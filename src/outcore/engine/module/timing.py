@@ -9,7 +9,7 @@ from functools import partial
 from torch import nn
 
 from outcore.core.errors import UnsupportedError
-from outcore.device.recorder import Moment, Recorder
+from outcore.device.recorder import DeviceMoment, Recorder
 from outcore.engine.recompute.structure import take_apart
 from outcore.torch_private import at_end_of_task, current_task
 
@@ -34,7 +34,7 @@ def recording(model: nn.Module, recorder: Recorder, *, num_steps: int) -> Iterat
 @contextmanager
 def timing(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder of every forward and backward of ``model`` while the block runs."""
-    began: list[float | Moment] = []
+    began: list[float | DeviceMoment] = []
     timer = _BackwardTimer(recorder)
 
     def enter(*_: object) -> None:
@@ -75,5 +75,5 @@ class _BackwardTimer:
             end = partial(self._end, self._recorder.now())
             at_end_of_task(end)
 
-    def _end(self, start: float | Moment) -> None:
+    def _end(self, start: float | DeviceMoment) -> None:
         self._recorder.add_phase("backward", start, self._recorder.now())

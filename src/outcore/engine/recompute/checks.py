@@ -19,7 +19,7 @@ from outcore.core.errors import UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.engine.activations.saved import storage_of
-from outcore.engine.recompute.replay import ForwardState, Surroundings
+from outcore.engine.recompute.replay import CapturedState, ForwardState
 from outcore.engine.recompute.structure import Structure, plain_values
 
 FIRST_CALLS = 8
@@ -53,7 +53,7 @@ def summary_of(tensors: Sequence[torch.Tensor], structure: Structure) -> Summary
         return Summary(list(plain_values(structure)), [_summary(t.detach()) for t in tensors])
 
 
-class Doubts:
+class PendingComparisons:
     """Comparisons whose outcomes are on the device and not yet known to the host."""
 
     def __init__(self, device: Device) -> None:
@@ -113,9 +113,9 @@ class Doubts:
 class Repeats:
     """Whether the recomputes of one unit repeat its forwards."""
 
-    def __init__(self, modules: Sequence[nn.Module], device: Device, doubts: Doubts, where: str) -> None:
+    def __init__(self, modules: Sequence[nn.Module], device: Device, doubts: PendingComparisons, where: str) -> None:
         """Args: modules: Modules of the unit. doubts: Comparisons of all units. where: Names the unit in errors."""
-        self._around, self._doubts, self._where = Surroundings(modules, device, where), doubts, where
+        self._around, self._doubts, self._where = CapturedState(modules, device, where), doubts, where
         self._num_calls, self._forms = 0, set[Hashable]()
 
     def begin(self, objects: Sequence[Any]) -> ForwardState:
@@ -136,7 +136,7 @@ class Repeats:
         return is_due
 
     def compare(self, before: Summary, after: Summary, edited: Sequence[str]) -> None:
-        """Compare; see ``Doubts.compare``. Args: edited: Names of parameters that the forward itself changed."""
+        """Compare; see ``PendingComparisons.compare``. Args: edited: Names of parameters that the forward itself changed."""
         names = ", ".join(f"'{name}'" for name in edited)
         why = f"the block changes its own parameters in forward ({names}), which recompute begins with"
         self._doubts.compare(before, after, self._where, why=why if edited else "")

@@ -22,7 +22,7 @@ from outcore.engine.recompute.randomness import GlobalRandom
 from outcore.torch_private import set_switches, switches
 
 
-class Surroundings:
+class CapturedState:
     """What a unit may see besides its arguments."""
 
     def __init__(self, modules: Sequence[nn.Module], device: Device, where: str) -> None:
@@ -41,7 +41,7 @@ class Surroundings:
 class ForwardState:
     """What a forward saw: captured before it, put back around its recompute."""
 
-    def __init__(self, around: Surroundings, objects: Sequence[Any]) -> None:
+    def __init__(self, around: CapturedState, objects: Sequence[Any]) -> None:
         """Capture. Tensors are copied; ``drop_unchanged`` drops copies of large ones that forward left alone.
 
         Args:

@@ -20,7 +20,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dty
 """Types of most arguments that are not tensors. No tensor can be hidden in their values."""
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Stands for a tensor."""
 
     number: int
@@ -56,7 +56,7 @@ class _Fields(NamedTuple):
         return filled
 
 
-class _Cache(NamedTuple):
+class _EmptyCache(NamedTuple):
     """Stands for an empty key-value cache. Each ``fill`` gives an empty cache of its own."""
 
     empty: Any
@@ -122,7 +122,7 @@ class _Taking:
         self.is_fixed = True
         self.objects: list[Any] = []
         self._where = where
-        self._place_of: dict[int, _Place] = {}
+        self._place_of: dict[int, _TensorPlace] = {}
 
     def apart(self, value: Any) -> Any:
         kind = type(value)
@@ -131,7 +131,7 @@ class _Taking:
         if isinstance(value, torch.Tensor):
             place = self._place_of.get(id(value))
             if place is None:
-                place = self._place_of[id(value)] = _Place(len(self.tensors))
+                place = self._place_of[id(value)] = _TensorPlace(len(self.tensors))
                 self.tensors.append(value)
             return place
         if kind is tuple:
@@ -144,7 +144,7 @@ class _Taking:
 
     def _object_apart(self, value: Any) -> Any:
         if is_cache(value) and not is_filled(value):
-            return _Cache(own_cache(value))
+            return _EmptyCache(own_cache(value))
         if is_cache(value) and self._are_results:
             return None
         asked = iter([False])  # first about the value itself. The question must not hold it: pytree leaves a cycle
@@ -194,9 +194,9 @@ def sharing_memory(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tenso
 
 def _filled(content: Any, tensors: Sequence[torch.Tensor]) -> Any:
     kind = type(content)
-    if kind is _Place:
+    if kind is _TensorPlace:
         return tensors[content.number]
-    if kind is _Container or kind is _Fields or kind is _Cache:
+    if kind is _Container or kind is _Fields or kind is _EmptyCache:
         return content.fill(tensors)
     return content
 
@@ -210,15 +210,15 @@ def _plain(content: Any) -> Iterator[Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, _Place) and isinstance(b, _Place):
+    if isinstance(a, _TensorPlace) and isinstance(b, _TensorPlace):
         return a.number == b.number
     if isinstance(a, _Container) and isinstance(b, _Container):
         is_alike = a.kind is b.kind and a.names == b.names and a.spec == b.spec and len(a.parts) == len(b.parts)
         return is_alike and all(map(_same, a.parts, b.parts))
     if isinstance(a, _Fields) and isinstance(b, _Fields):
         return a.values.keys() == b.values.keys() and all(_same(a.values[k], b.values[k]) for k in a.values)
-    if isinstance(a, _Cache):
-        return b is None or isinstance(b, _Cache)  # a run may fill it
+    if isinstance(a, _EmptyCache):
+        return b is None or isinstance(b, _EmptyCache)  # a run may fill it
     return equal_plain(a, b)
 
 

@@ -22,8 +22,8 @@ from outcore.engine.module.call import Services
 from outcore.engine.module.side_outputs import active_recording, hand_over, recording_apart
 from outcore.engine.recompute.caches import in_training
 from outcore.engine.recompute.structure import Structure, take_apart
-from outcore.engine.rows.parameter_lender import Lender
-from outcore.engine.rows.row_independence import Apart
+from outcore.engine.rows.parameter_lender import ParameterLender
+from outcore.engine.rows.row_independence import RowIndependence
 from outcore.engine.streamed_weights import make_way
 from outcore.engine.unit.unit import Unit
 from outcore.model.equal_calls import stand_in
@@ -38,7 +38,7 @@ class InPieces:
     def __init__(
         self,
         module: nn.Module,
-        apart: Apart,
+        apart: RowIndependence,
         count: int,
         *,
         are_own: bool = False,
@@ -172,14 +172,14 @@ def in_pieces(units: Sequence[Unit], count: int, services: Services) -> Iterator
     device, order = services.device, services.activations
     for unit in units[1:]:
         turn = functools.partial(order.turn, unit.ledger) if unit.plan.saved_bytes else None
-        apart = Apart(unit.module, device, f"unit '{unit.label}'", is_compiled=services.compiling.is_on)
+        apart = RowIndependence(unit.module, device, f"unit '{unit.label}'", is_compiled=services.compiling.is_on)
         way = functools.partial(make_way, order, unit, services.weights) if order.homes_are_used else None
         yield stand_in(unit.module, InPieces(unit.module, apart, count, are_own=True, turn=turn, make_way=way))
-    lender = Lender(units[0], services.sink)
+    lender = ParameterLender(units[0], services.sink)
     inside = {id(module) for unit in units[1:] for module in unit.modules}
     for name, part in _outside(units[0].module, inside, {id(p) for p in units[0].params}):
         lent = lender.lent_to(list(part.modules()))
-        apart = Apart(part, device, f"module '{name}'", is_compiled=False)
+        apart = RowIndependence(part, device, f"module '{name}'", is_compiled=False)
         yield stand_in(part, InPieces(part, apart, count, lent=lent))
 
 

@@ -16,7 +16,7 @@ from outcore.engine.unit.unit import Unit
 from outcore.torch_private import is_executed
 
 
-class Lender:
+class ParameterLender:
     """Lends parameters of the root. Without it autograd would sum over pieces, in the dtype of the parameter."""
 
     def __init__(self, unit: Unit, sink: GradientSink) -> None:
@@ -46,7 +46,7 @@ class Lender:
                     if isinstance(param, AbsentParameter):
                         param.owner.make_present()  # not inside of ``apply``, where it would count as evaluation
                     if param.requires_grad:
-                        slots[name] = _Lent.apply(self, index, self._anchor, param)
+                        slots[name] = _LentParameter.apply(self, index, self._anchor, param)
                 yield
             finally:
                 for (slots, name, _), before in zip(places, own, strict=True):
@@ -65,9 +65,9 @@ class Lender:
         return None
 
 
-class _Lent(torch.autograd.Function):
+class _LentParameter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, lender: Lender, index: int, _: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, lender: ParameterLender, index: int, _: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         ctx.lender, ctx.index = lender, index
         ctx.set_materialize_grads(False)
         return param.detach()  # shares the version counter: an edit before backward is noticed

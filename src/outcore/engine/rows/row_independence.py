@@ -12,11 +12,11 @@ from torch import nn
 from outcore.core.errors import OutcoreError, UnsupportedError
 from outcore.device.device import Device
 from outcore.engine.module.side_outputs import active_recording, recording_apart
-from outcore.engine.recompute.replay import ForwardState, Surroundings
+from outcore.engine.recompute.replay import CapturedState, ForwardState
 from outcore.engine.recompute.structure import Structure, take_apart
 
 
-class Apart:
+class RowIndependence:
     """Checks whether the rows of one module are apart.
 
     It refuses layers that mix rows, batches whose rows do not lie in the first dimension, and arguments that have as
@@ -27,7 +27,7 @@ class Apart:
     def __init__(self, module: nn.Module, device: Device, where: str, *, is_compiled: bool) -> None:
         """Args: where: For errors. is_compiled: torch has compiled it, but must make no code for two rows."""
         self.where, self._is_compiled = where, is_compiled
-        self._around = Surroundings(list(module.modules()), device, where)
+        self._around = CapturedState(list(module.modules()), device, where)
         self.known = set[tuple[bool, ...]]()
         """Choices of arguments to cut for which rows were found to be apart."""
 

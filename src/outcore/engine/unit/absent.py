@@ -18,7 +18,7 @@ from outcore.engine.unit.one_process import refuse_process_group
 from outcore.torch_private import as_it_is, plain_torch_function, without_torch_function
 
 
-class Owner(Protocol):
+class AbsenceOwner(Protocol):
     """The object that knows where the bytes of an absent parameter are."""
 
     @property
@@ -65,7 +65,7 @@ class AbsentParameter(Parameter):
     Never constructed; ``absent_class`` makes one subclass per owner.
     """
 
-    owner: ClassVar[Owner]
+    owner: ClassVar[AbsenceOwner]
 
     @classmethod
     @as_it_is
@@ -160,7 +160,7 @@ def _is_question(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
     return func is _TENSOR.type and len(args) == 1 and not kwargs
 
 
-def absent_class(owner: Owner) -> type[AbsentParameter]:
+def absent_class(owner: AbsenceOwner) -> type[AbsentParameter]:
     """Return the class that parameters of ``owner`` have while they are absent."""
     return type("AbsentParameter", (AbsentParameter,), {"owner": owner, "__module__": __name__})
 
@@ -207,7 +207,7 @@ def _flat(values: Any) -> Iterator[Any]:
         yield from value if isinstance(value, list | tuple) else (value,)
 
 
-def _refuse(owner: Owner, action: str, args: Any) -> NoReturn:
+def _refuse(owner: AbsenceOwner, action: str, args: Any) -> NoReturn:
     param = next((a for a in _flat(args) if isinstance(a, AbsentParameter)), None)
     name = "?" if param is None else owner.name_of(param)
     refuse_process_group(f"'{name}'", owner.num_ranks)  # code that wraps or shards the model reads its parameters

@@ -11,13 +11,13 @@ from outcore.device.device import Device
 from outcore.device.lanes import SKIPPED, Handle
 from outcore.memory.arena import Buffer, Region
 from outcore.memory.disk import DiskStore, Extent
-from outcore.order.ledger import After, Dependency, Home, Ledger, Slot, Span
+from outcore.order.ledger import After, ByteSpan, Dependency, Home, Ledger, Slot
 from outcore.order.port import COPY, NOTHING, Answer, Work
 from outcore.spec.lane_names import GIVING_WAY, Lane
 from outcore.spec.schedule import Kind, Phase
 
-_memory: Callable[[Span], Any] = attrgetter("memory")
-_nbytes: Callable[[Span], int] = attrgetter("nbytes")
+_memory: Callable[[ByteSpan], Any] = attrgetter("memory")
+_nbytes: Callable[[ByteSpan], int] = attrgetter("nbytes")
 _region: Callable[[Any], Region] = attrgetter("region")
 _VISITS = frozenset(phase.value for phase in Phase)
 
@@ -35,8 +35,8 @@ class LivePort:
         kind: Kind,
         unit: Ledger[Handle],
         *,
-        reads: Sequence[Span],
-        writes: Sequence[Span],
+        reads: Sequence[ByteSpan],
+        writes: Sequence[ByteSpan],
         after: After[Handle],
         work: Work = COPY,
     ) -> Handle:
@@ -63,8 +63,8 @@ class LivePort:
         kind: Kind,
         unit: Ledger[Handle],
         *,
-        reads: Sequence[Span] = (),
-        writes: Sequence[Span] = (),
+        reads: Sequence[ByteSpan] = (),
+        writes: Sequence[ByteSpan] = (),
         after: After[Handle],
     ) -> Handle:
         """Let compute wait for ``after``. The caller then does the work."""
@@ -76,14 +76,14 @@ class LivePort:
             after=after,
         )
 
-    def mark(self, what: str, unit: Ledger[Handle], *, wrote: Sequence[Span] = ()) -> Handle:
+    def mark(self, what: str, unit: Ledger[Handle], *, wrote: Sequence[ByteSpan] = ()) -> Handle:
         """Return a handle that is done when compute has done all that it was given so far."""
         name = f"{unit.name}: {what}"
         if wrote:
             self._device.compute(name, writes=list(map(_region, map(_memory, wrote))))
         return self._device.mark(name)
 
-    def wait(self, label: str, dependency: Dependency[Handle], *, frees: Sequence[Span] = ()) -> None:
+    def wait(self, label: str, dependency: Dependency[Handle], *, frees: Sequence[ByteSpan] = ()) -> None:
         """Block the host until these operations are over."""
         self._device.wait(label, dependency)
         self._device.host_access(f"free: {label}", writes=list(map(_region, map(_memory, frees))))

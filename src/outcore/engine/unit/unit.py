@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from outcore.device.lanes import Handle
-from outcore.engine.unit.absent import AbsentParameter, Owner, WatchedParameter, absent_class, of_kind
+from outcore.engine.unit.absent import AbsenceOwner, AbsentParameter, WatchedParameter, absent_class, of_kind
 from outcore.engine.unit.views import GradientForm, Views, nothing, torch_dtype
 from outcore.memory.arena import Buffer
 from outcore.model.quantized import present_class
@@ -40,7 +40,7 @@ class Unit:
         states_version: Number of changes of its states that were not made by an update.
     """
 
-    def __init__(self, ledger: Ledger[Handle], module: nn.Module, params: list[Parameter], owner: Owner) -> None:
+    def __init__(self, ledger: Ledger[Handle], module: nn.Module, params: list[Parameter], owner: AbsenceOwner) -> None:
         """Args: params: Parameters in the spec's order. owner: Answers for absent parameters."""
         self.ledger, self.module, self.params = ledger, module, params
         spec = self.spec = ledger.spec
@@ -160,7 +160,7 @@ class Presence:
         self._lent: list[type[Parameter]] = []
         """Classes of withdrawn parameters while they are shown."""
         self._visible = Beneath.AT_HOME if is_resident else Beneath.BOUND
-        self.watch = Watch(params, is_resident=is_resident, has_master=has_master)
+        self.watch = EditWatch(params, is_resident=is_resident, has_master=has_master)
         self._nothing: dict[torch.device, list[torch.Tensor]] = {}
 
     def show(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -227,7 +227,7 @@ class Presence:
             param.data = tensor
 
 
-class Watch:
+class EditWatch:
     """Watches for edits by the user of parameters that are present. See [Note: edits]."""
 
     def __init__(self, params: Sequence[Parameter], *, is_resident: bool, has_master: bool) -> None:

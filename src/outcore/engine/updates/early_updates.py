@@ -28,23 +28,25 @@ from outcore.device.lanes import SKIPPED, Handle
 from outcore.engine.gradients.unit_gradients import UnitGradients
 from outcore.engine.unit.unit import Unit
 from outcore.engine.updates.numbers import Numbers
-from outcore.engine.updates.unit_update import Change, Copies, copy_all, pieces_of, run_on
+from outcore.engine.updates.unit_update import Copies, ParameterChange, copy_all, pieces_of, run_on
 from outcore.engine.updates.workers import UpdateWorkers
-from outcore.engine.values.access import Access
+from outcore.engine.values.access import ValueAccess
 from outcore.memory.arena import Buffer
 from outcore.optim.rules import Hyper
 from outcore.order.attempts import Attempt, Attempts
-from outcore.order.ledger import Span
+from outcore.order.ledger import ByteSpan
 from outcore.order.updates import UpdateOrder
 
 Hypers = Callable[[], Mapping[int, Hyper]]
 """Function that returns the current settings of the param groups, by parameter id."""
 
 
-class _Attempt(Attempt):
+class _EarlyAttempt(Attempt):
     """An update that may turn out to be the one that ``step()`` asks for. See ``order.updates.EarlyWork``."""
 
-    def __init__(self, gradients: UnitGradients, changes: Mapping[int, Change], workers: UpdateWorkers | None) -> None:
+    def __init__(
+        self, gradients: UnitGradients, changes: Mapping[int, ParameterChange], workers: UpdateWorkers | None
+    ) -> None:
         ledger, home = gradients.unit.ledger, gradients.unit.ledger.gradients.ready
         super().__init__(
             lambda: home is None or home.is_over(),
@@ -63,14 +65,14 @@ class _Attempt(Attempt):
         self.settle()
         self._is_wanted = False
 
-    def is_what(self, changes: Mapping[int, Change]) -> bool:
+    def is_what(self, changes: Mapping[int, ParameterChange]) -> bool:
         """Return whether it did what ``step()`` asks for, apart from factors, with data that has not changed since."""
         if self._versions != _versions(self.gradients) or self.changes.keys() != changes.keys():
             return False
         return all(self.changes[i].hyper == c.hyper and self.changes[i].step == c.step for i, c in changes.items())
 
     def out_of_place(
-        self, grads: Span, new: tuple[Span | None, Span], old: tuple[Span | None, Span | None]
+        self, grads: ByteSpan, new: tuple[ByteSpan | None, ByteSpan], old: tuple[ByteSpan | None, ByteSpan | None]
     ) -> Callable[[], object]:
         """Return the deed for the update lane, which makes new states and weights from old ones."""
         unit, (new_states, old_states, old_weights) = self.gradients.unit, map(_memory, (new[0], *old))
@@ -105,7 +107,7 @@ class EarlyUpdates:
     def __init__(
         self,
         order: UpdateOrder[Handle],
-        access: Access,
+        access: ValueAccess,
         workers: UpdateWorkers | None,
         hypers: Hypers,
         numbers: Numbers,
@@ -114,7 +116,7 @@ class EarlyUpdates:
         self.numbers = numbers
         self._order, self._access, self._device = order, access, access.device
         self._workers, self._hypers = workers, hypers
-        self._attempts: dict[str, _Attempt] = {}
+        self._attempts: dict[str, _EarlyAttempt] = {}
         self._of_step: Attempts | None = None
         """All attempts of the loop, step by step; None before the first one."""
 
@@ -133,7 +135,7 @@ class EarlyUpdates:
         if any(handle.is_zero or handle.factors for handle in handles.values()) or not self.numbers.are_known(unit):
             return
         changes = {
-            i: Change(
+            i: ParameterChange(
                 unit.steps[i] + 1, hypers[id(unit.params[i])], (), is_zero=False, numbers=self.numbers.of(unit, i)
             )
             for i in handles
@@ -141,7 +143,7 @@ class EarlyUpdates:
         }
         self._of_step = of_step = self._of_step or Attempts()
         if changes and of_step.wants_next():
-            attempt = self._attempts[unit.name] = _Attempt(gradients, changes, self._workers)
+            attempt = self._attempts[unit.name] = _EarlyAttempt(gradients, changes, self._workers)
             of_step.add(attempt)
             self._order.attempt(unit.ledger, attempt)
 
@@ -154,7 +156,7 @@ class EarlyUpdates:
         if self._of_step is not None:
             self._of_step.settle(self._attempts.values())
 
-    def keep(self, unit: Unit, changes: Mapping[int, Change], copied: Sequence[Handle]) -> bool:
+    def keep(self, unit: Unit, changes: Mapping[int, ParameterChange], copied: Sequence[Handle]) -> bool:
         """Return whether the unit's attempt is the update that is asked for. If not, the attempt is forgotten.
 
         Args:
@@ -171,7 +173,7 @@ class EarlyUpdates:
         del self._attempts[unit.name]
         return True
 
-    def _are_ones(self, changes: Mapping[int, Change], copied: Sequence[Handle]) -> bool:
+    def _are_ones(self, changes: Mapping[int, ParameterChange], copied: Sequence[Handle]) -> bool:
         if any(change.is_zero for change in changes.values()):
             return False
         factors = {id(f): f for change in changes.values() for f in change.factors}
@@ -197,7 +199,7 @@ def _versions(gradients: UnitGradients) -> tuple[int, int, int]:
     return gradients.unit.weights_version, gradients.unit.states_version, gradients.version
 
 
-def _memory(span: Span | None) -> Buffer | None:
+def _memory(span: ByteSpan | None) -> Buffer | None:
     return None if span is None else span.memory
 
 

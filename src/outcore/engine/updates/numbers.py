@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from outcore.engine.unit.unit import Unit
-from outcore.engine.values.access import Access
+from outcore.engine.values.access import ValueAccess
 from outcore.optim.blocks import numbers_after
 from outcore.optim.rules import Hyper
 
@@ -16,7 +16,7 @@ class Numbers:
     After any other write to a unit's states (``Unit.states_version``) its values are read again.
     """
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: ValueAccess) -> None:
         self._access = access
         self._known: dict[tuple[str, int], tuple[int, Mapping[str, float]]] = {}
         self._after: dict[Hashable, Mapping[str, float]] = {}

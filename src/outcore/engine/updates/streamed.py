@@ -11,13 +11,13 @@ import torch
 
 from outcore.device.lanes import Handle
 from outcore.engine.gradients.handle import GradHandle
-from outcore.engine.gradients.passes import Gradients
-from outcore.engine.streamed_weights import Weights
+from outcore.engine.gradients.passes import BackwardGradients
+from outcore.engine.streamed_weights import StreamedWeights
 from outcore.engine.unit.unit import Unit
 from outcore.engine.updates.early_updates import EarlyUpdates
-from outcore.engine.updates.unit_update import Change, Factors, UnitUpdate
+from outcore.engine.updates.unit_update import Factors, ParameterChange, UnitUpdate
 from outcore.engine.updates.workers import UpdateWorkers
-from outcore.engine.values.access import Access
+from outcore.engine.values.access import ValueAccess
 from outcore.engine.values.edits import let_masters_follow
 from outcore.optim.rules import Hyper, counts, said
 from outcore.order.updates import UpdateOrder
@@ -56,11 +56,11 @@ class StreamedUpdates:
     def __init__(
         self,
         units: Sequence[Unit],
-        gradients: Gradients,
-        weights: Weights,
+        gradients: BackwardGradients,
+        weights: StreamedWeights,
         order: UpdateOrder[Handle],
         early: EarlyUpdates,
-        access: Access,
+        access: ValueAccess,
         workers: UpdateWorkers | None,
     ) -> None:
         """Args: units: All units. workers: None if every unit is updated on the device."""
@@ -128,7 +128,7 @@ class StreamedUpdates:
 
     def _changes(
         self, unit: Unit, held: Mapping[int, GradHandle], hypers: Mapping[int, Hyper], factors: Factors
-    ) -> tuple[dict[int, Change], list[Handle]]:
+    ) -> tuple[dict[int, ParameterChange], list[Handle]]:
         changes, copied, on_host = {}, [], unit.plan.is_updated_on_host
         of_group, number = None, True
         for i, handle in held.items():
@@ -144,5 +144,5 @@ class StreamedUpdates:
                 of_group, number = hyper, counts(hyper)
             unit.steps[i] += number
             before = self._early.numbers.advance(unit, i, hyper, step) if unit.views.numbers[i] else _NONE
-            changes[i] = Change(step, hyper, tuple(mine), handle.is_zero, before)
+            changes[i] = ParameterChange(step, hyper, tuple(mine), handle.is_zero, before)
         return changes, copied

@@ -26,7 +26,7 @@ from outcore.optim.blocks import Piece, update_blocks
 from outcore.optim.formats import format_of, refuse_other_format
 from outcore.optim.neighbours import join_neighbours
 from outcore.optim.rules import Hyper, UpdateRule
-from outcore.order.ledger import Span
+from outcore.order.ledger import ByteSpan
 from outcore.ranks.world import World
 from outcore.spec.lane_names import Lane
 from outcore.spec.model import ParamSpec, StateFormat
@@ -73,7 +73,7 @@ class UnitUpdate:
     def __init__(
         self,
         gradients: UnitGradients,
-        changes: Mapping[int, Change],
+        changes: Mapping[int, ParameterChange],
         copied: list[Handle],
         device: Device,
         workers: UpdateWorkers | None,
@@ -118,12 +118,14 @@ class UnitUpdate:
                 torch.autograd.graph.increment_version(unit.params[i])
             unit.presence.watch.note_versions()
 
-    def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
+    def at_once(self, grads: ByteSpan, states: ByteSpan, weights: ByteSpan, scratch: ByteSpan) -> None:
         """Update on compute."""
         pieces = pieces_of(self._gradients, self._changes, grads.memory, states.memory, weights.memory)
         update_blocks(pieces, self._room(scratch))
 
-    def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> Callable[[], None]:
+    def in_place(
+        self, grads: ByteSpan, states: ByteSpan | None, weights: ByteSpan, *, is_slot: bool
+    ) -> Callable[[], None]:
         """Return the deed of an update in host memory, which the update lane runs."""
         held = self.unit.ledger.states.memory if states is None else states.memory  # None, or without bytes
         pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
@@ -135,7 +137,7 @@ class UnitUpdate:
 
         return deed
 
-    def staged(self, grads: Span, states: Span, weights: Span, scratch: Span) -> Callable[[], None]:
+    def staged(self, grads: ByteSpan, states: ByteSpan, weights: ByteSpan, scratch: ByteSpan) -> Callable[[], None]:
         """Return the deed of an update in a staging slot."""
         held = states.memory
         pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
@@ -157,7 +159,7 @@ class UnitUpdate:
         """Hide the parameters, so that a read before the copy is done waits for it."""
         self.unit.presence.hide()
 
-    def gather(self, weights: Span) -> Callable[[], None]:
+    def gather(self, weights: ByteSpan) -> Callable[[], None]:
         """Return the deed that brings the new runs of other ranks."""
         world, unit, cut = self._world, self.unit, self.unit.ledger.cut
         if world is None:
@@ -167,7 +169,7 @@ class UnitUpdate:
         copy = unit.ledger.weights.memory.bytes[: unit.spec.trainable_bytes]
         return partial(world.fill_copy, world.facts, unit.label, copy, cut.num_sharers)
 
-    def _room(self, scratch: Span) -> torch.Tensor:
+    def _room(self, scratch: ByteSpan) -> torch.Tensor:
         memory: torch.Tensor = scratch.memory.bytes
         return memory[: min(memory.numel(), self._device.update_block_bytes)]
 
@@ -193,7 +195,7 @@ def copy_all(copies: Copies) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ParameterChange:
     """What one step does to one parameter. All of it is known when ``step()`` is called."""
 
     step: int
@@ -207,7 +209,7 @@ class Change:
 
 def pieces_of(
     gradients: UnitGradients,
-    changes: Mapping[int, Change],
+    changes: Mapping[int, ParameterChange],
     grads: Buffer,
     states: Buffer | None,
     weights: Buffer,
@@ -259,7 +261,7 @@ def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
     return {name: unit.views.state(states, name) for name in unit.ledger.state_specs} if states is not None else {}
 
 
-class Settings:
+class RuleSettings:
     """Turns param groups into settings of the update rule."""
 
     def __init__(self, rule: UpdateRule | None, held: Callable[[torch.Tensor], ParamSpec | None]) -> None:

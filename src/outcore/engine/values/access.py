@@ -14,7 +14,7 @@ import torch
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
-from outcore.engine.streamed_weights import Weights
+from outcore.engine.streamed_weights import StreamedWeights
 from outcore.engine.unit.tiers import Tiers
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.engine.unit.views import flat, shaped, torch_dtype
@@ -31,11 +31,11 @@ from outcore.spec.model import DTYPE_BYTES, ParamSpec, Part
 _SAMPLE_BYTES = 4096
 
 
-class Access:
+class ValueAccess:
     """Reads and writes one parameter or state at a time."""
 
     def __init__(
-        self, tiers: Tiers, pools: Pools[Handle], device: Device, weights: Weights, world: World | None = None
+        self, tiers: Tiers, pools: Pools[Handle], device: Device, weights: StreamedWeights, world: World | None = None
     ) -> None:
         """Args: world: The ranks, if several share the states of a parameter. Reading a state is a collective then."""
         self.device = device
@@ -300,7 +300,7 @@ class Access:
 
 
 def sample_of(param: torch.Tensor) -> bytes:
-    """What ``Access.sample`` would return for a parameter outside of an engine, if it is row-major."""
+    """What ``ValueAccess.sample`` would return for a parameter outside of an engine, if it is row-major."""
     data = param.detach().contiguous().reshape(-1).view(torch.uint8)
     nbytes = min(data.numel(), _SAMPLE_BYTES)
     start = (data.numel() - nbytes) // 2
@@ -326,7 +326,7 @@ def shown_states(unit: Unit, index: int) -> list[tuple[StateSpec, str]]:
 class States:
     """Checks and replaces the states of single parameters."""
 
-    def __init__(self, places: Mapping[int, tuple[Unit, int]], access: Access, *, has_optimizer: bool) -> None:
+    def __init__(self, places: Mapping[int, tuple[Unit, int]], access: ValueAccess, *, has_optimizer: bool) -> None:
         """Args: places: Unit and index of each parameter, by the parameter's id."""
         self._places, self._access, self._has_optimizer = places, access, has_optimizer
 

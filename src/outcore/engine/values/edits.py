@@ -21,12 +21,12 @@ from outcore.core.errors import UnsupportedError
 from outcore.engine.unit.absent import unfreezing_refusal
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.engine.unit.views import torch_dtype
-from outcore.engine.values.access import Access
+from outcore.engine.values.access import ValueAccess
 from outcore.spec.model import ParamSpec, row_major
 
 
 @torch.no_grad()
-def take_edits(unit: Unit, access: Access) -> None:
+def take_edits(unit: Unit, access: ValueAccess) -> None:
     """Take over what a user changed in weights at home on the device. Masters follow later.
 
     Raises:
@@ -57,7 +57,7 @@ def take_edits(unit: Unit, access: Access) -> None:
     watch.note_versions()
 
 
-def let_masters_follow(unit: Unit, access: Access) -> None:
+def let_masters_follow(unit: Unit, access: ValueAccess) -> None:
     """Take over all edits, masters too. See [Note: edits]. Raises: UnsupportedError, as ``take_edits``."""
     take_edits(unit, access)
     if access.edited.get(unit.name):
@@ -71,7 +71,7 @@ class OwnEdits:
     is written home as soon as the unit is unbound. Edits are recognised as in [Note: edits].
     """
 
-    def __init__(self, unit: Unit, access: Access) -> None:
+    def __init__(self, unit: Unit, access: ValueAccess) -> None:
         self._unit, self._access, self._touched = unit, access, unit.presence.watch.touched
         self._versions: list[int] = []
         self.suspects: list[int] = []

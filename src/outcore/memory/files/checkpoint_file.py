@@ -20,28 +20,28 @@ from outcore.core.quantities import PAGE_BYTES
 from outcore.memory.disk_file import disk_error
 from outcore.memory.files.staged_files import reserve, sync
 from outcore.memory.piece_pool import ClosedError, PiecePool, StalledError
-from outcore.spec.manifest import BLOCK_BYTES, Block
+from outcore.spec.manifest import BLOCK_BYTES, ChecksummedBlock
 
 _NUM_THREADS = 4
 STALL_TIMEOUT_S = 600.0
-_EMPTY = Block(0, 0)
+_EMPTY = ChecksummedBlock(0, 0)
 
 Fill = Callable[[int, int, torch.Tensor], None]
 """Puts the bytes [start, stop) of a source into host memory (1D uint8). Called on several threads at once."""
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Bytes of a file that lie in one block."""
 
     start: int
     stop: int
     fill: Fill
-    sums: list[Block]
+    sums: list[ChecksummedBlock]
     place: int
     """Index of the block in ``sums``."""
 
 
-Files = Mapping[str, tuple[Block, ...]]
+Files = Mapping[str, tuple[ChecksummedBlock, ...]]
 """Checksums of the blocks of files, by the files' names."""
 
 
@@ -56,13 +56,13 @@ class CheckpointFile:
         """Write nothing yet. Args: nbytes: Final size of the file."""
         self.path, self.nbytes = path, nbytes
         self._pool = pool
-        self._sums: list[Block] = []
+        self._sums: list[ChecksummedBlock] = []
         self._written = 0
         self._rest = b""
         """Bytes of the last, unfinished page. They are written with the next bytes, or at the end of the file."""
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[ChecksummedBlock, ...]:
         """Checksums of the blocks that were written."""
         return tuple(self._sums)
 
@@ -77,7 +77,7 @@ class CheckpointFile:
         self._sums += [_EMPTY] * (-(-end // BLOCK_BYTES) - len(self._sums))
         starts = [begin, *range(begin // BLOCK_BYTES * BLOCK_BYTES + BLOCK_BYTES, end, BLOCK_BYTES)] if nbytes else []
         pieces = [
-            Piece(a, b, lambda start, stop, to: fill(start - begin, stop - begin, to), self._sums, a // BLOCK_BYTES)
+            FilePiece(a, b, lambda start, stop, to: fill(start - begin, stop - begin, to), self._sums, a // BLOCK_BYTES)
             for a, b in zip(starts, [*starts[1:], end], strict=False)  # no bytes, no pieces
         ]
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self._pool.is_direct else 0)
@@ -101,12 +101,12 @@ class CheckpointFile:
             finally:
                 os.close(fd)
 
-    def _write(self, fd: int, rest: bytes, piece: Piece, memory: torch.Tensor) -> None:
+    def _write(self, fd: int, rest: bytes, piece: FilePiece, memory: torch.Tensor) -> None:
         head, nbytes, view = piece.start % PAGE_BYTES, piece.stop - piece.start, memory.numpy().data
         view[:head] = rest[:head]
         piece.fill(piece.start, piece.stop, memory[head : head + nbytes])
         before, new = piece.sums[piece.place], view[head : head + nbytes]
-        piece.sums[piece.place] = Block(before.nbytes + nbytes, zlib.crc32(new, before.crc32))
+        piece.sums[piece.place] = ChecksummedBlock(before.nbytes + nbytes, zlib.crc32(new, before.crc32))
         whole = (head + nbytes) // PAGE_BYTES * PAGE_BYTES
         _write_at(fd, view[:whole], piece.start - head, PAGE_BYTES if self._pool.is_direct else 1)
         if piece.stop == self._written:
@@ -151,7 +151,7 @@ class BlockPool:
         self._pool: PiecePool[Callable[[], None]] = PiecePool(_NUM_THREADS, name="outcore-checkpoint")
         self._local = threading.local()
 
-    def run(self, work: Callable[[Piece, torch.Tensor], None], pieces: Iterable[Piece]) -> None:
+    def run(self, work: Callable[[FilePiece, torch.Tensor], None], pieces: Iterable[FilePiece]) -> None:
         """Do ``work`` on every piece. Returns when all are done, and raises if one has failed."""
         tasks = [partial(self._do, work, piece) for piece in pieces]
         try:
@@ -159,7 +159,7 @@ class BlockPool:
         except StalledError as stall:
             raise OSError(errno.ETIMEDOUT, f"no progress for {STALL_TIMEOUT_S:g} s") from stall
 
-    def _do(self, work: Callable[[Piece, torch.Tensor], None], piece: Piece) -> None:
+    def _do(self, work: Callable[[FilePiece, torch.Tensor], None], piece: FilePiece) -> None:
         memory = getattr(self._local, "memory", None)
         if memory is None:  # a mapping begins at a page
             memory = self._local.memory = torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.uint8)
@@ -230,7 +230,7 @@ class PartOfCheckpoint:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def durable(files: Collection[CheckpointFile], folder: Path) -> dict[str, tuple[Block, ...]]:
+def durable(files: Collection[CheckpointFile], folder: Path) -> dict[str, tuple[ChecksummedBlock, ...]]:
     """Sync files. Returns their checksums, by their names in a folder. Raises: OSError."""
     for file in files:
         sync(file.path)

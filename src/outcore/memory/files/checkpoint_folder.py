@@ -32,15 +32,15 @@ from outcore.memory.files.checkpoint_file import (
     STALL_TIMEOUT_S,
     BlockPool,
     CheckpointFile,
+    FilePiece,
     Files,
     PartOfCheckpoint,
-    Piece,
     durable,
     takes_direct_io,
 )
 from outcore.memory.files.locked_folder import make_locked, taken_alone, taken_when_free, unlock
 from outcore.memory.files.staged_files import sync
-from outcore.spec.manifest import BLOCK_BYTES, MANIFEST_NAME, Block, Manifest
+from outcore.spec.manifest import BLOCK_BYTES, MANIFEST_NAME, ChecksummedBlock, Manifest
 
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(partial|old)")
 _RENAME_EXCHANGE = 2  # linux/fs.h
@@ -224,10 +224,10 @@ def read_manifest(path: Path, *, check: bool) -> Manifest:
 
 def find_damage(path: Path, manifest: Manifest) -> str | None:
     """Describe where the first block lies that is not as it was saved; None if all are."""
-    found: list[tuple[str, int, Block]] = []
+    found: list[tuple[str, int, ChecksummedBlock]] = []
     pool = BlockPool()
 
-    def look(name: str, fd: int, piece: Piece, memory: torch.Tensor) -> None:
+    def look(name: str, fd: int, piece: FilePiece, memory: torch.Tensor) -> None:
         block, view = piece.sums[piece.place], memory.numpy().data
         done = 0
         while done < block.nbytes:
@@ -254,10 +254,10 @@ def find_damage(path: Path, manifest: Manifest) -> str | None:
     return f"{format_bytes(block.nbytes)} of '{name}' at byte {start:,} are not those that were saved"
 
 
-def _as_pieces(blocks: Sequence[Block]) -> Iterator[Piece]:
+def _as_pieces(blocks: Sequence[ChecksummedBlock]) -> Iterator[FilePiece]:
     start, listed = 0, list(blocks)
     for i, block in enumerate(blocks):
-        yield Piece(start, start + block.nbytes, _nothing, listed, i)
+        yield FilePiece(start, start + block.nbytes, _nothing, listed, i)
         start += block.nbytes
 
 
@@ -265,10 +265,10 @@ def _nothing(_: int, __: int, ___: torch.Tensor) -> None:
     """Fill nothing: these blocks are only read."""
 
 
-def _summed(path: Path) -> Iterator[Block]:
+def _summed(path: Path) -> Iterator[ChecksummedBlock]:
     with path.open("rb", buffering=0) as file:
         while data := file.read(BLOCK_BYTES):
-            yield Block(len(data), zlib.crc32(data))
+            yield ChecksummedBlock(len(data), zlib.crc32(data))
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -45,7 +45,7 @@ _SAMPLE_BYTES = 256  # bytes of each tensor that ``digest`` reads, to tell weigh
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _TensorEntry:
     """Where a tensor lies."""
 
     file: Path
@@ -62,7 +62,7 @@ class _Entry:
 class WeightsDirectory:
     """The tensors of a checkpoint directory. Only headers are kept."""
 
-    def __init__(self, path: Path, entries: Mapping[str, _Entry], metadata: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, _TensorEntry], metadata: Mapping[str, str]) -> None:
         """For ``open`` only."""
         self.path = path
         self.metadata = dict(metadata)
@@ -165,7 +165,7 @@ class WeightsDirectory:
         except OSError as error:
             raise disk_error(what, error) from error
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> _TensorEntry:
         try:
             return self._entries[name]
         except KeyError:
@@ -248,7 +248,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
+def _read_header(path: Path) -> tuple[dict[str, _TensorEntry], dict[str, str]]:
     """Entries and metadata."""
     what = f"weights '{path}': expected a safetensors file"
     try:
@@ -272,7 +272,7 @@ def _read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
     return entries, metadata if isinstance(metadata, dict) else {}
 
 
-def _entry_of(name: str, fields: object, path: Path, base: int) -> _Entry:
+def _entry_of(name: str, fields: object, path: Path, base: int) -> _TensorEntry:
     where = f"weights '{path}', tensor '{name}'"
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= set(fields):
         raise ConfigError(f"{where}: expected dtype, shape and data_offsets, but got {fields!r}")
@@ -282,7 +282,7 @@ def _entry_of(name: str, fields: object, path: Path, base: int) -> _Entry:
             f"{where}: expected a dtype of {', '.join(DTYPES)}, but got {fields['dtype']!r}; {_ADVICE_ON_DTYPES}"
         )
     shape, offsets = _sizes(fields["shape"], where), _sizes(fields["data_offsets"], where)
-    entry = _Entry(path, base + (offsets[0] if offsets else 0), dtype, shape)
+    entry = _TensorEntry(path, base + (offsets[0] if offsets else 0), dtype, shape)
     if len(offsets) != 2 or offsets[1] - offsets[0] != entry.nbytes:
         raise ConfigError(f"{where}: expected {entry.nbytes} bytes for {dtype} {shape}, but its range is {offsets}")
     return entry

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 
-from outcore.planner.bound.jobs import Job, Sweep, Work
-from outcore.planner.bound.times import Moment, Times
+from outcore.planner.bound.jobs import LinkJob, LinkWork, Sweep
+from outcore.planner.bound.times import Times, VisitMoment
 from outcore.planner.timing.rates import Rates
 from outcore.spec.plan import Tier
 
 
-def list_activations(times: Times, work: Work, *, alike: bool = False) -> None:
+def list_activations(times: Times, work: LinkWork, *, alike: bool = False) -> None:
     """Add the moves of activations: they leave before the next call but one, and come back for backward.
 
     Those of the last two calls before backward are still on the device, and of those that went to disk the last ones
@@ -45,16 +45,16 @@ def list_activations(times: Times, work: Work, *, alike: bool = False) -> None:
             work.total_s["h2d"] += bring_s
             if alike:
                 continue
-            begin = Moment(i, times.used_s[i])
+            begin = VisitMoment(i, times.used_s[i])
             left = begin.plus(leave_s)
             until = (then, read_s + bring_s)
             if are_equal and place + kept + 2 < len(calls):  # a later one needs the slot
                 until = (calls[place + kept + 2][0], leave_s)
             jobs = [
-                Job("d2h", leave_s, *begin, calls[place + 2][0], 0.0),
-                Job("disk_write", write_s, *left, *until),
-                Job("disk_read", read_s, *left.plus(write_s), then, bring_s),
-                Job("h2d", bring_s, *left.plus(write_s + read_s), then, 0.0),
+                LinkJob("d2h", leave_s, *begin, calls[place + 2][0], 0.0),
+                LinkJob("disk_write", write_s, *left, *until),
+                LinkJob("disk_read", read_s, *left.plus(write_s), then, bring_s),
+                LinkJob("h2d", bring_s, *left.plus(write_s + read_s), then, 0.0),
             ]
             work.jobs += [job for job in jobs if job.seconds]
             brought[then] = bring_s

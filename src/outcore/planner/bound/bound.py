@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outcore.planner.bound.jobs import Job, Sweep, Work
+from outcore.planner.bound.jobs import LinkJob, LinkWork, Sweep
 from outcore.planner.bound.step_work import totals_of, work_of
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.timing.rates import LINKS, Rates
@@ -36,7 +36,7 @@ _Matrix = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
-class Bound:
+class StepBound:
     """The least seconds of a step."""
 
     seconds: float
@@ -59,7 +59,7 @@ def bound_of(
     circumstances: Circumstances | None = None,
     *,
     max_nodes: int = MAX_NODES,
-) -> Bound:
+) -> StepBound:
     """Work out the bound of a step among equal ones.
 
     Args:
@@ -77,8 +77,8 @@ def bound_of(
     busiest = max(total_s, key=total_s.__getitem__)
     found = _Graph(work, rates, max_nodes).longest_cycle()
     if found is None or found[0] <= total_s[busiest]:
-        return Bound(total_s[busiest], {busiest: total_s[busiest]}, total_s)
-    return Bound(*found, total_s)
+        return StepBound(total_s[busiest], {busiest: total_s[busiest]}, total_s)
+    return StepBound(*found, total_s)
 
 
 def busiest_s(
@@ -109,7 +109,7 @@ class _Places(NamedTuple):
 class _Graph:
     """The graph of the bound. Its nodes are at most ``max_nodes`` of the visits; work is placed no finer than that."""
 
-    def __init__(self, work: Work, rates: Rates, max_nodes: int) -> None:
+    def __init__(self, work: LinkWork, rates: Rates, max_nodes: int) -> None:
         self._work, self._rates = work, rates
         period = len(work.compute_s)
         step = -(-period // max_nodes)
@@ -121,7 +121,7 @@ class _Graph:
         self._sums = sums
         self._at = sums[self._unrolled]
         """Seconds of compute before each node."""
-        self._jobs: defaultdict[str, list[Job]] = defaultdict(list)
+        self._jobs: defaultdict[str, list[LinkJob]] = defaultdict(list)
         """Jobs by link."""
         for job in work.jobs:
             self._jobs[job.link].append(job)
@@ -238,7 +238,7 @@ class _Graph:
         )
         return heads - self._at[:n, None], tails + self._at[None, :]
 
-    def _places(self, jobs: Sequence[Job]) -> _Places:
+    def _places(self, jobs: Sequence[LinkJob]) -> _Places:
         """Return where the jobs of three steps lie, without those that end outside of the nodes."""
         numbers = np.array([job[1:6] for job in jobs]).reshape(len(jobs), 5)
         seconds, after, head_s, before, tail_s = np.tile(numbers, (3, 1)).T

@@ -15,22 +15,22 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from outcore.planner.bound.jobs import Job, Work, most_of
-from outcore.planner.bound.times import Moment, Times, Trained
+from outcore.planner.bound.jobs import LinkJob, LinkWork, most_of
+from outcore.planner.bound.times import Times, UpdatedUnit, VisitMoment
 from outcore.spec.layout import sums_on_device
 from outcore.spec.plan import PoolKind
 
 _KEPT = "slots that keep gradients"
 
 
-class _Pass(NamedTuple):
+class _PassGradients(NamedTuple):
     """Gradients of one backward pass."""
 
-    unit: Trained
-    made: Moment
-    left: Moment
+    unit: UpdatedUnit
+    made: VisitMoment
+    left: VisitMoment
     """The earliest moment at which they can be in host memory."""
-    at_hand: Moment
+    at_hand: VisitMoment
     """The earliest moment at which their sum with those of earlier passes can be complete."""
     left_s: float
     added_s: float
@@ -41,7 +41,7 @@ class _Pass(NamedTuple):
     """Seconds from ``at_hand`` until the unit's next visit."""
 
 
-def list_gradients(times: Times, work: Work, trained: Sequence[Trained]) -> None:
+def list_gradients(times: Times, work: LinkWork, trained: Sequence[UpdatedUnit]) -> None:
     """List the work of gradients.
 
     Args:
@@ -49,18 +49,18 @@ def list_gradients(times: Times, work: Work, trained: Sequence[Trained]) -> None
         work: The jobs are added to it.
         trained: Units that the step updates.
     """
-    gradients = _Gradients(times, work)
+    gradients = _GradientTimes(times, work)
     if any(unit.spec.num_ranks > 1 for unit in trained):
         gradients.exchange(trained)
     else:
         gradients.list_all([unit for unit in trained if unit.plan.gradients != "device"])
 
 
-class _Gradients:
-    def __init__(self, times: Times, work: Work) -> None:
+class _GradientTimes:
+    def __init__(self, times: Times, work: LinkWork) -> None:
         self._times, self._work = times, work
 
-    def list_all(self, units: Sequence[Trained]) -> None:
+    def list_all(self, units: Sequence[UpdatedUnit]) -> None:
         """List gradients on one rank. Args: units: The units whose gradients leave the device."""
         passes = {unit.spec.name: self._passes(unit) for unit in units}
         for each in passes.values():
@@ -72,7 +72,7 @@ class _Gradients:
         self._read_for_update([each[-1] for each in on_disk])
         self._wait_for_buckets([p for name, each in passes.items() if name for p in each])
 
-    def exchange(self, units: Sequence[Trained]) -> None:
+    def exchange(self, units: Sequence[UpdatedUnit]) -> None:
         """List gradients of several ranks: they arrive, go home, and are added up there or before, pass by pass.
 
         Slots on the way to disk are not counted.
@@ -92,12 +92,14 @@ class _Gradients:
                 if left_s:
                     self._work.add("d2h", left_s, arrived, unit.first, added_s + after_s)
                 self._work.add(unit.costs.adder, added_s, arrived.plus(left_s), unit.first, after_s)
-        exchanged = [_Pass(u, m, m, m, u.costs.left_s, 0, 0, 0, 0) for u in units if u.spec.name for m in u.made]
+        exchanged = [
+            _PassGradients(u, m, m, m, u.costs.left_s, 0, 0, 0, 0) for u in units if u.spec.name for m in u.made
+        ]
         for name, number, filled in self._filled(exchanged):
             self._wait(f"reduce with {name}", [(p.left_s, p.made, then) for p, then in filled], number - 1)
 
-    def _passes(self, unit: Trained) -> list[_Pass]:
-        spec, rates, found = unit.spec, self._times.rates, list[_Pass]()
+    def _passes(self, unit: UpdatedUnit) -> list[_PassGradients]:
+        spec, rates, found = unit.spec, self._times.rates, list[_PassGradients]()
         left_s, rest_s = rates.move_s("d2h", spec.bucket_bytes), self._times.from_gradients_s(unit)
         for i, made in reversed(list(enumerate(unit.made))):
             added_s = rates.move_s("update", spec.update_bytes) if i else 0.0
@@ -108,10 +110,12 @@ class _Gradients:
             if found:
                 rest_s += write_s + found[0].read_s + found[0].added_s
             left = made.plus(left_s)
-            found.insert(0, _Pass(unit, made, left, left.plus(added_s), left_s, added_s, read_s, write_s, rest_s))
+            found.insert(
+                0, _PassGradients(unit, made, left, left.plus(added_s), left_s, added_s, read_s, write_s, rest_s)
+            )
         return found
 
-    def _leave(self, passes: Sequence[_Pass]) -> None:
+    def _leave(self, passes: Sequence[_PassGradients]) -> None:
         unit = passes[0].unit
         self._work.count = unit.num_alike
         landing, num_slots = self._slots("landing", unit)
@@ -124,7 +128,7 @@ class _Gradients:
             elif each.write_s:
                 self._work.total_s[landing] += unit.num_alike * (each.left_s + each.write_s) / num_slots
 
-    def _go_on(self, passes: Sequence[_Pass]) -> None:
+    def _go_on(self, passes: Sequence[_PassGradients]) -> None:
         """List gradients that go to disk and, for the next pass, come back."""
         unit = passes[0].unit
         self._work.count = unit.num_alike
@@ -135,7 +139,7 @@ class _Gradients:
             self._work.add("disk_read", after.read_s, written, unit.first, after.added_s + after.rest_s)
             self._work.total_s[slots] += unit.num_alike * (after.read_s + after.added_s + after.write_s) / num_slots
 
-    def _write_last(self, passes: Sequence[_Pass]) -> None:
+    def _write_last(self, passes: Sequence[_PassGradients]) -> None:
         kept_s: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         for each in passes:
             unit, slots = each.unit, ""
@@ -145,11 +149,11 @@ class _Gradients:
                 slots, number = self._slots(kind, unit)
                 kept_s[slots, number].append(each.write_s)
             rest_s = self._read_s(unit) + self._rest_s(unit)
-            self._work.jobs.append(Job("disk_write", each.write_s, *each.at_hand, unit.first, rest_s, slots))
+            self._work.jobs.append(LinkJob("disk_write", each.write_s, *each.at_hand, unit.first, rest_s, slots))
         for (slots, number), found in kept_s.items():
             self._work.slack_s["disk_write", slots] = most_of(found, number)
 
-    def _read_for_update(self, passes: Sequence[_Pass]) -> None:
+    def _read_for_update(self, passes: Sequence[_PassGradients]) -> None:
         late = [each.unit for each in passes if not each.unit.is_read_again]
         freed_s = min((unit.costs.update_s for unit in late), default=math.inf)
         late_s = [seconds for unit in late for seconds in [self._read_s(unit)] * unit.num_alike]
@@ -162,25 +166,25 @@ class _Gradients:
                 continue
             waits = self._times.waits and not unit.is_early
             ready = max(unit.after.plus(freed_s), written) if waits else written
-            self._work.jobs.append(Job("disk_read", read_s, *ready, unit.first, rest_s, _KEPT))
+            self._work.jobs.append(LinkJob("disk_read", read_s, *ready, unit.first, rest_s, _KEPT))
         number = sum(p.num_slots for p in self._times.plan.pools if p.kind in ("landing", "gradients"))
         self._work.slack_s["disk_read", _KEPT] = kept_s = most_of(late_s, number)
         self._work.total_s["disk_read"] += sum(late_s) - kept_s
 
-    def _rest_s(self, unit: Trained) -> float:
+    def _rest_s(self, unit: UpdatedUnit) -> float:
         """Return the seconds from the beginning of an update until the unit's next visit."""
         return unit.costs.update_s + unit.costs.from_update_s
 
-    def _read_s(self, unit: Trained) -> float:
+    def _read_s(self, unit: UpdatedUnit) -> float:
         return self._times.rates.move_s("disk_read", unit.spec.update_bytes)
 
-    def _slots(self, kind: PoolKind, unit: Trained) -> tuple[str, int]:
+    def _slots(self, kind: PoolKind, unit: UpdatedUnit) -> tuple[str, int]:
         """Return the name of the slots in host memory that a unit uses, and how many there are."""
         nbytes = unit.spec.bucket_bytes if kind == "landing" else unit.spec.update_bytes
         size, number = self._times.pool("host", kind, nbytes)
         return f"{number} slots for {kind} of {size} bytes", number
 
-    def _filled(self, passes: Sequence[_Pass]) -> Iterator[tuple[str, int, list[tuple[_Pass, int]]]]:
+    def _filled(self, passes: Sequence[_PassGradients]) -> Iterator[tuple[str, int, list[tuple[_PassGradients, int]]]]:
         """Yield buckets of one size, their number, and what fills them, with the visit that fills the next one."""
         pools = [self._times.pool("device", "bucket", each.unit.spec.bucket_bytes) for each in passes]
         for size, number in sorted(set(pools)):
@@ -189,7 +193,7 @@ class _Gradients:
             following = [each.made.visit for each in mine[1:]] + [mine[0].made.visit + len(self._times.visits)]
             yield f"{number} buckets of {size} bytes", number, list(zip(mine, following, strict=True))
 
-    def _wait_for_buckets(self, passes: Sequence[_Pass]) -> None:
+    def _wait_for_buckets(self, passes: Sequence[_PassGradients]) -> None:
         """List waits for buckets: when one is filled, all earlier gradients but some have left buckets and slots."""
         for name, number, filled in self._filled(passes):
             self._wait(f"d2h with {name}", [(p.left_s, p.made, then) for p, then in filled], number - 1)
@@ -205,8 +209,8 @@ class _Gradients:
                 written = [(p.write_s, p.at_hand, then) for p, then in these]
                 self._wait(f"disk_write with {name}, {slots}", written, most)
 
-    def _wait(self, name: str, work: Sequence[tuple[float, Moment, int]], most: int) -> None:
+    def _wait(self, name: str, work: Sequence[tuple[float, VisitMoment, int]], most: int) -> None:
         """List work that a bucket waits for. Args: most: Pieces that need not be over when the next one is filled."""
         for seconds, begin, then in work:
-            self._work.jobs.append(Job(name, seconds, *begin, then + 1, 0.0, name))
+            self._work.jobs.append(LinkJob(name, seconds, *begin, then + 1, 0.0, name))
         self._work.slack_s[name, name] = most_of((seconds for seconds, _, _ in work), most)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outcore.planner.bound.times import Moment
+from outcore.planner.bound.times import VisitMoment
 
 _TOLD_APART = 40
 """In sweeps of at most this many visits, what slots may hold is worked out for each visit; in longer ones for all."""
 
 
-class Job(NamedTuple):
+class LinkJob(NamedTuple):
     """Work of a link between two visits.
 
     It begins at least ``head_s`` after the start of one, and is over at least ``tail_s`` before the start of the other.
@@ -30,7 +30,7 @@ class Job(NamedTuple):
     """The other visit, counted on into the next step."""
     tail_s: float
     held_by: str = ""
-    """Slots that may let the work lie elsewhere: it is counted less what ``Work.slack_s`` says of them."""
+    """Slots that may let the work lie elsewhere: it is counted less what ``LinkWork.slack_s`` says of them."""
     instead_of: str = ""
     """Slots whose jobs this one stands in for: another way to count the same work."""
 
@@ -42,7 +42,7 @@ class Sweep:
     link: str
     seconds: Sequence[float]
     """By visit: seconds to bring its weights; 0 where they need not come."""
-    firsts: Sequence[Job | None]
+    firsts: Sequence[LinkJob | None]
     """By visit: the job that brings its weights, if its unit has just been updated, so that they must come."""
     slots: int
     """The most units whose weights slots hold when a visit begins, the visit's own among them."""
@@ -71,14 +71,14 @@ class Sweep:
 
 
 @dataclass
-class Work:
+class LinkWork:
     """All work of a step."""
 
     used_s: list[float]
     """By visit: seconds of forward or backward."""
     compute_s: list[float]
     """By visit: the same, with what compute then does with gradients."""
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[LinkJob] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     """Visits that begin a sweep: see ``Course.starts``."""
@@ -90,9 +90,9 @@ class Work:
     count: int = 1
     """Number of equal units for which work is added: ``total_s`` grows by so many times the seconds."""
 
-    def add(self, link: str, seconds: float, begin: Moment, before: int, tail_s: float) -> None:
+    def add(self, link: str, seconds: float, begin: VisitMoment, before: int, tail_s: float) -> None:
         """Add a job that takes place in every step."""
-        self.jobs.append(Job(link, seconds, *begin, before, tail_s))
+        self.jobs.append(LinkJob(link, seconds, *begin, before, tail_s))
         self.total_s[link] += self.count * seconds
 
 

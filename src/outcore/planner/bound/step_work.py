@@ -15,8 +15,8 @@ from typing import NamedTuple
 from outcore.order.weight_cache import slot_sizes
 from outcore.planner.bound.activation_work import list_activations
 from outcore.planner.bound.gradient_work import list_gradients
-from outcore.planner.bound.jobs import Job, Sweep, Work, most_of
-from outcore.planner.bound.times import Moment, Times, Trained
+from outcore.planner.bound.jobs import LinkJob, LinkWork, Sweep, most_of
+from outcore.planner.bound.times import Times, UpdatedUnit, VisitMoment
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.timing.rates import Rates
 from outcore.spec.cut import weights_home
@@ -28,7 +28,7 @@ _BRINGING = ("disk_read", "h2d", "link")
 """The links that bring weights, in this order."""
 
 
-class _Held(NamedTuple):
+class _SlotHold(NamedTuple):
     """Seconds for which a slot is held: while it is filled, used, and emptied."""
 
     before_s: float
@@ -36,7 +36,9 @@ class _Held(NamedTuple):
     after_s: float
 
 
-def work_of(model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit], circumstances: Circumstances) -> Work:
+def work_of(
+    model: ModelSpec, plan: Plan, rates: Rates, visits: Sequence[Visit], circumstances: Circumstances
+) -> LinkWork:
     """List the work of a step.
 
     Args:
@@ -56,7 +58,7 @@ def totals_of(
     return _Listing(Times(model, plan, rates, visits, circumstances)).list_all(alike=True).total_s
 
 
-class _Fillings:
+class _SlotFillings:
     """Work that fills slots ahead of its turn.
 
     Each slot can be filled once that way. All other fillings come after a slot has been used and emptied, at the
@@ -64,15 +66,15 @@ class _Fillings:
     """
 
     def __init__(self) -> None:
-        self._found: list[Job] = []
+        self._found: list[LinkJob] = []
         self._freed_s: dict[str, float] = {}
 
-    def add(self, job: Job, freed_s: float) -> None:
+    def add(self, job: LinkJob, freed_s: float) -> None:
         """Add a filling. Args: job: Held by slots. freed_s: Seconds from there until the slot is free again."""
         self._freed_s[job.held_by] = min(self._freed_s.get(job.held_by, math.inf), freed_s)
         self._found.append(job)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[LinkJob]:
         """Return the jobs, once all have been added."""
         return [job._replace(head_s=job.head_s + self._freed_s[job.held_by]) for job in self._found]
 
@@ -85,10 +87,10 @@ class _Listing:
         self._held_s: defaultdict[tuple[str, str, int], list[float]] = defaultdict(list)
         self._read_s: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self._kept_s: defaultdict[str, float] = defaultdict(float)
-        self._fillings = _Fillings()
-        self.work = Work(times.used_s, times.compute_s, starts=times.course.starts)
+        self._fillings = _SlotFillings()
+        self.work = LinkWork(times.used_s, times.compute_s, starts=times.course.starts)
 
-    def list_all(self, *, alike: bool = False) -> Work:
+    def list_all(self, *, alike: bool = False) -> LinkWork:
         """List all work. Args: alike: Whether only sums are needed."""
         self.work.total_s["compute"] += sum(self.work.compute_s)
         if self._times.rates.host_runs_ahead:
@@ -106,7 +108,7 @@ class _Listing:
 
     # Updates.
 
-    def _update(self, unit: Trained) -> None:
+    def _update(self, unit: UpdatedUnit) -> None:
         seconds, tail_s, home = unit.costs.update_s, unit.costs.from_update_s, unit.home
         brought_s = self._times.brought_s(unit)
         self.work.chains.append((home.visit, unit.first, home.head_s + brought_s + seconds + tail_s))
@@ -126,7 +128,7 @@ class _Listing:
             self._on_host(unit, begin)
         self._sent(unit, begin)
 
-    def _sent(self, unit: Trained, begin: Moment) -> None:
+    def _sent(self, unit: UpdatedUnit, begin: VisitMoment) -> None:
         """List the sending of new weights, if they must be sent: behind the update, and behind ``step()``."""
         seconds, tail_s = unit.costs.sent_s, sum(unit.costs.bring_s)
         updated_s = unit.costs.update_s + unit.costs.gathered_s
@@ -141,10 +143,10 @@ class _Listing:
         sent = updated if not unit.is_early else max(unit.after, updated)
         self.work.add("disk_write" if unit.plan.weights == "disk" else "h2d", seconds, sent, unit.first, tail_s)
         if not unit.is_early:
-            held = _Held(0.0, updated_s + seconds, 0.0)
+            held = _SlotHold(0.0, updated_s + seconds, 0.0)
             self._hold("new_weights", weights_home(unit.spec, unit.plan).updated_bytes, held, unit, tail_s)
 
-    def _on_host(self, unit: Trained, begin: Moment) -> None:
+    def _on_host(self, unit: UpdatedUnit, begin: VisitMoment) -> None:
         spec, plan, rates = unit.spec, unit.plan, self._times.rates
         update_s, tail_s = unit.costs.update_s, unit.costs.from_update_s
         if plan.gradients == "device":
@@ -153,11 +155,11 @@ class _Listing:
             self.work.add("d2h", seconds, asked, unit.first, update_s + tail_s)
             if plan.early and not unit.is_early:  # copied for an update that was overtaken
                 self.work.add("d2h", seconds, unit.made[-1], unit.made[0].visit + len(self._times.visits) + 1, 0.0)
-            self._hold("gradients", spec.update_bytes, _Held(seconds, update_s, 0.0), unit, tail_s)
+            self._hold("gradients", spec.update_bytes, _SlotHold(seconds, update_s, 0.0), unit, tail_s)
         nbytes = unit.costs.states_bytes
         if plan.states != "disk" or not nbytes:
             return
-        held = _Held(rates.move_s("disk_read", nbytes), update_s, rates.move_s("disk_write", nbytes))
+        held = _SlotHold(rates.move_s("disk_read", nbytes), update_s, rates.move_s("disk_write", nbytes))
         self._hold("states", nbytes, held, unit, tail_s)
         self.work.total_s["disk_read"] += unit.num_alike * (held.before_s + unit.costs.old_weights_s)
         self.work.total_s["disk_write"] += unit.num_alike * held.after_s
@@ -166,34 +168,34 @@ class _Listing:
         if not unit.is_early:
             ready, then_s = begin.plus(update_s), self._behind_s(held, tail_s)
             slots = self._slack("disk_write", "states", nbytes, held.after_s)
-            self.work.jobs.append(Job("disk_write", held.after_s, *ready, unit.first, then_s, slots))
+            self.work.jobs.append(LinkJob("disk_write", held.after_s, *ready, unit.first, then_s, slots))
 
-    def _staged(self, unit: Trained, begin: Moment) -> None:
+    def _staged(self, unit: UpdatedUnit, begin: VisitMoment) -> None:
         rates = self._times.rates
         update_s, tail_s, sent_s = unit.costs.update_s, unit.costs.from_update_s, unit.costs.sent_s
         states, _, _, scratch = unit.costs.staging
         there_s = unit.costs.staged_s
         home_s = rates.move_s("d2h", states[1] - states[0])
-        held = _Held(there_s, update_s, home_s)
+        held = _SlotHold(there_s, update_s, home_s)
         self._ahead("h2d", "staging", scratch[1], held, unit, tail_s)
         slots = self._slack("d2h", "staging", scratch[1], home_s)
         then_s = self._behind_s(held, tail_s)
-        self.work.jobs.append(Job("d2h", home_s, *begin.plus(update_s), unit.first, then_s, slots))
+        self.work.jobs.append(LinkJob("d2h", home_s, *begin.plus(update_s), unit.first, then_s, slots))
         if unit.plan.gradients == "host" or self._times.is_behind:  # else states may come before the gradient is made
             asked = self._times.asked_for(unit, unit.home)
-            other = Job("h2d", there_s, *asked, unit.first, update_s + tail_s, instead_of=slots)
+            other = LinkJob("h2d", there_s, *asked, unit.first, update_s + tail_s, instead_of=slots)
             self.work.jobs.append(other)
         self.work.total_s["h2d"] += unit.num_alike * there_s
         self.work.total_s["d2h"] += unit.num_alike * home_s
         if unit.plan.weights == "device":  # new weights are copied beside the way home of states
-            self._hold("staging", scratch[1], _Held(there_s, update_s, max(home_s, sent_s)), unit, tail_s)
+            self._hold("staging", scratch[1], _SlotHold(there_s, update_s, max(home_s, sent_s)), unit, tail_s)
         else:
             sent_s += unit.costs.gathered_s
-            self._hold("staging", scratch[1], _Held(there_s, update_s + sent_s, home_s), unit, tail_s - sent_s)
+            self._hold("staging", scratch[1], _SlotHold(there_s, update_s + sent_s, home_s), unit, tail_s - sent_s)
 
     # Slots.
 
-    def _hold(self, kind: PoolKind, nbytes: int, held: _Held, unit: Trained, tail_s: float) -> None:
+    def _hold(self, kind: PoolKind, nbytes: int, held: _SlotHold, unit: UpdatedUnit, tail_s: float) -> None:
         """List the seconds for which a slot is held: while it is filled, used and emptied.
 
         All slots may be filled before their turn, unless nothing is asked for that early, and emptied later.
@@ -206,16 +208,16 @@ class _Listing:
         if kind == "states":
             self._kept_s[name] = max(self._kept_s[name], held.before_s)
         if not unit.is_early and self._times.waits:
-            self.work.jobs.append(Job(name, sum(held) / num_slots, *unit.after, unit.first, tail_s, name))
+            self.work.jobs.append(LinkJob(name, sum(held) / num_slots, *unit.after, unit.first, tail_s, name))
 
-    def _ahead(self, link: str, kind: PoolKind, nbytes: int, held: _Held, unit: Trained, tail_s: float) -> None:
-        """List what fills a slot before an update, ahead of its turn if a slot is free: see ``_Fillings``."""
+    def _ahead(self, link: str, kind: PoolKind, nbytes: int, held: _SlotHold, unit: UpdatedUnit, tail_s: float) -> None:
+        """List what fills a slot before an update, ahead of its turn if a slot is free: see ``_SlotFillings``."""
         if not unit.is_early and self._times.waits:
             slots = self._slack(link, kind, nbytes, held.before_s)
-            job = Job(link, held.before_s, *unit.after, unit.first, held.used_s + tail_s, slots)
+            job = LinkJob(link, held.before_s, *unit.after, unit.first, held.used_s + tail_s, slots)
             self._fillings.add(job, held.used_s + held.after_s)
 
-    def _behind_s(self, held: _Held, tail_s: float) -> float:
+    def _behind_s(self, held: _SlotHold, tail_s: float) -> float:
         """Return the seconds that follow when slots have been emptied: the last one is filled and used once more.
 
         With more units than slots, the last unit waits until all others but those in slots have been emptied.
@@ -241,7 +243,7 @@ class _Listing:
 
     # Weights.
 
-    def _fetches(self, trained: Mapping[int, Trained] | None) -> None:
+    def _fetches(self, trained: Mapping[int, UpdatedUnit] | None) -> None:
         times, brought = self._times, [costs.bring_s for costs in self._times.costs]
         sizes, streamed = slot_sizes(times.plan, "device"), times.streamed
         slot_of = {nbytes: times.pool("device", "weights", nbytes)[0] for nbytes in set(streamed.values())}
@@ -253,7 +255,7 @@ class _Listing:
         self._sweep("disk_read", reads, len(sizes) + len(slot_sizes(times.plan, "host")), trained)
 
     def _sweep(
-        self, link: str, seconds: Mapping[int, float], slots: int, trained: Mapping[int, Trained] | None
+        self, link: str, seconds: Mapping[int, float], slots: int, trained: Mapping[int, UpdatedUnit] | None
     ) -> None:
         """List the weights that a link brings. Args: trained: Updated units by index; None if only sums are needed."""
         if not any(seconds.values()):
@@ -265,7 +267,7 @@ class _Listing:
         places = {i: unit for unit, i in course.firsts.items() if by_visit[i] and unit in course.changed}
         """Visit -> unit, for units that have just been updated."""
         if trained is not None:
-            firsts: list[Job | None] = [None] * len(by_visit)
+            firsts: list[LinkJob | None] = [None] * len(by_visit)
             for i, unit in places.items():
                 firsts[i] = self._first(link, trained[unit], by_visit[i])
             self.work.sweeps.append(Sweep(link, by_visit, firsts, slots))
@@ -273,9 +275,9 @@ class _Listing:
             again = [by_visit[i] for i in range(start, stop) if i not in places]
             self.work.total_s[link] += sum(by_visit[start:stop]) - most_of(again, slots)
 
-    def _first(self, link: str, unit: Trained, seconds: float) -> Job:
+    def _first(self, link: str, unit: UpdatedUnit, seconds: float) -> LinkJob:
         """Return the job of updated weights: they come behind the update."""
         brought, place = unit.costs.bring_s, _BRINGING.index(link)
         head_s = unit.costs.gathered_s + unit.costs.sent_s + sum(brought[:place])
         ready = unit.after.plus(head_s if unit.is_early else head_s + unit.costs.update_s)
-        return Job(link, seconds, *ready, unit.first, sum(brought[place + 1 :]))
+        return LinkJob(link, seconds, *ready, unit.first, sum(brought[place + 1 :]))

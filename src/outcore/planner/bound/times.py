@@ -9,31 +9,31 @@ from typing import NamedTuple
 from outcore.planner.bound.costs import Costs
 from outcore.planner.bound.course import Course
 from outcore.planner.paper.paper_schedule import Circumstances
-from outcore.planner.timing.rates import Pace, Rates
+from outcore.planner.timing.rates import OperationTimes, Rates
 from outcore.spec.cut import in_slot
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, PoolKind, Tier, UnitPlan
 from outcore.spec.schedule import ROOT, Visit
 
 
-class Moment(NamedTuple):
+class VisitMoment(NamedTuple):
     """A moment so many seconds after the start of a visit."""
 
     visit: int
     head_s: float
 
-    def plus(self, seconds: float) -> Moment:
+    def plus(self, seconds: float) -> VisitMoment:
         """Return a moment so much later."""
-        return Moment(self.visit, self.head_s + seconds)
+        return VisitMoment(self.visit, self.head_s + seconds)
 
 
-class Trained(NamedTuple):
+class UpdatedUnit(NamedTuple):
     """A unit that the step updates."""
 
     spec: UnitSpec
     plan: UnitPlan
     costs: Costs
-    made: list[Moment]
+    made: list[VisitMoment]
     """For each backward pass, the moment when its gradient is complete."""
     first: int
     """Its first visit in the next step."""
@@ -41,13 +41,13 @@ class Trained(NamedTuple):
     """It is updated inside backward, or may be where time decides that."""
     is_read_again: bool
     """It is early for sure: gradients that rest on disk are read for it."""
-    after: Moment
+    after: VisitMoment
     """The earliest moment at which a late update can begin, and new weights of any update can leave."""
     num_alike: int = 1
     """The number of units that it stands for: they differ in their visits only."""
 
     @property
-    def home(self) -> Moment:
+    def home(self) -> VisitMoment:
         """The moment when the last gradient is where the update finds it."""
         return self.made[-1].plus(self.costs.home_s)
 
@@ -110,8 +110,8 @@ class Times:
         return found
 
     @functools.cached_property
-    def _pace(self) -> Pace:
-        return Pace(self.model, self.plan, self.rates, clips=self._circumstances.clips)
+    def _pace(self) -> OperationTimes:
+        return OperationTimes(self.model, self.plan, self.rates, clips=self._circumstances.clips)
 
     def _of_unit(self, pair: tuple[UnitSpec, UnitPlan], num_passes: int) -> _Alone:
         (spec, plan), pace = pair, self._pace
@@ -162,11 +162,11 @@ class Times:
         copied_s = self._pace.collect_s(spec.name, spec.bucket_bytes) if spec.name else 0.0
         return copied_s, copied_s
 
-    def trained(self) -> dict[int, Trained]:
+    def trained(self) -> dict[int, UpdatedUnit]:
         """Return the units that the step updates, by index."""
         return {index: self._trained(index, 1) for index in self.course.changed}
 
-    def alike(self) -> list[Trained]:
+    def alike(self) -> list[UpdatedUnit]:
         """Return the units that the step updates, one for all that are alike."""
         overtaken, found = self._circumstances.overtaken or (), dict[object, list[int]]()
         for index in self.course.changed:
@@ -174,27 +174,27 @@ class Times:
             found.setdefault(key, []).append(index)
         return [self._trained(indices[-1], len(indices)) for indices in found.values()]
 
-    def _trained(self, index: int, num_alike: int) -> Trained:
+    def _trained(self, index: int, num_alike: int) -> UpdatedUnit:
         (spec, plan), course, overtaken = self.pairs[index], self.course, self._circumstances.overtaken
         made_s = self._alone[index].visit_s[2]
-        made = [Moment(i, self.compute_s[i] if index == ROOT else made_s) for i in course.ends[index]]
+        made = [VisitMoment(i, self.compute_s[i] if index == ROOT else made_s) for i in course.ends[index]]
         is_early = plan.early and spec.name not in (overtaken or ())
         last = course.last_backward
-        after = Moment(last, self.compute_s[last]) if self.waits else made[-1]
+        after = VisitMoment(last, self.compute_s[last]) if self.waits else made[-1]
         first = course.firsts.get(index, last) + len(self.visits)
         is_sure = is_early and overtaken is not None
-        return Trained(spec, plan, self.costs[index], made, first, is_early, is_sure, after, num_alike)
+        return UpdatedUnit(spec, plan, self.costs[index], made, first, is_early, is_sure, after, num_alike)
 
     def _pool(self, tier: Tier, kind: PoolKind, nbytes: int) -> tuple[int, int]:
         pools = [p for p in self.plan.pools if (p.tier, p.kind) == (tier, kind) and p.slot_bytes >= nbytes]
         size = min(pool.slot_bytes for pool in pools)
         return size, sum(pool.num_slots for pool in pools if pool.slot_bytes == size)
 
-    def from_gradients_s(self, unit: Trained) -> float:
+    def from_gradients_s(self, unit: UpdatedUnit) -> float:
         """Return the seconds from gradients at home to the unit's next visit."""
         return self.brought_s(unit) + unit.costs.update_s + unit.costs.from_update_s
 
-    def brought_s(self, unit: Trained) -> float:
+    def brought_s(self, unit: UpdatedUnit) -> float:
         """Return the seconds from gradients at home to an update: to read them again, or to stage what it needs."""
         if unit.plan.update == "device":
             return unit.costs.staged_s if unit.plan.gradients == "host" else 0.0
@@ -203,7 +203,7 @@ class Times:
             return self.rates.move_s("disk_write", nbytes) + self.rates.move_s("disk_read", unit.spec.update_bytes)
         return 0.0
 
-    def asked_for(self, unit: Trained, ready: Moment) -> Moment:
+    def asked_for(self, unit: UpdatedUnit, ready: VisitMoment) -> VisitMoment:
         """Return when work for an update can begin. Args: ready: When its input is ready, whenever it is asked for."""
         return max(ready, unit.after) if self.is_behind and not unit.is_early else ready
 

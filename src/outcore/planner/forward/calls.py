@@ -17,7 +17,7 @@ from outcore.planner.forward.shapes import on_shapes
 from outcore.torch_private import pytree
 
 
-class Call(NamedTuple):
+class ShapeCall(NamedTuple):
     """A call of a unit, with shapes in place of tensors."""
 
     unit: str
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 class Calls(NamedTuple):
     """The calls of one forward."""
 
-    kinds: Mapping[Hashable, Call]
+    kinds: Mapping[Hashable, ShapeCall]
     of: Mapping[str, Sequence[Hashable]]
     """Unit -> kinds of its calls, in order."""
 
@@ -50,7 +50,7 @@ def calls_of(cut: Partition, sample: Mapping[str, Any], device: torch.device) ->
 
     Time: a forward in Python, 1 to 3 s for a large model. Memory: none.
     """
-    kinds: dict[Hashable, Call] = {}
+    kinds: dict[Hashable, ShapeCall] = {}
     made: defaultdict[str, list[Hashable]] = defaultdict(list)
 
     def call(name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def calls_of(cut: Partition, sample: Mapping[str, Any], device: torch.device) ->
         values, named = pytree.tree_unflatten(leaves, form)
         result = forward(*values, **named)
         if kind not in kinds:
-            kinds[kind] = Call(name, _shapes(leaves), form, _shapes(result))
+            kinds[kind] = ShapeCall(name, _shapes(leaves), form, _shapes(result))
         return result
 
     with on_shapes(cut, sample, device) as shapes, ExitStack() as undo:

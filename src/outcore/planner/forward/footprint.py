@@ -20,7 +20,7 @@ STAY = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedBytes:
     """Bytes that one call of a unit saves, by policy: what can leave the device, in multiples of 4 KiB."""
 
     keep: int
@@ -44,12 +44,12 @@ class Saved:
         found: int = getattr(self, policy)
         return found
 
-    def or_more(self, other: Saved) -> Saved:
+    def or_more(self, other: SavedBytes) -> SavedBytes:
         """Return the larger of each field."""
-        return Saved(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
+        return SavedBytes(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
 
 
-NOTHING = Saved(keep=0, select=0, recompute=0, kept=0, cast=0)
+NOTHING = SavedBytes(keep=0, select=0, recompute=0, kept=0, cast=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Step:
 class Footprint:
     """What one micro-batch saves, and what is alive during its step."""
 
-    saved: Mapping[str, Saved]
+    saved: Mapping[str, SavedBytes]
     """By unit, without the root: what its largest calls save."""
     steps: Sequence[Step]
     """The visits of the step; empty if it could not be followed."""
@@ -188,7 +188,7 @@ def _adding(param: ParamSpec) -> int:
     return (2 if is_anew else 1) * param.weight_bytes
 
 
-def as_run(plan: Plan, saved: Mapping[str, Saved], nbytes: int) -> Plan:
+def as_run(plan: Plan, saved: Mapping[str, SavedBytes], nbytes: int) -> Plan:
     """Return a plan as a run obeys it: calls keep their activations while there is room, the first units first.
 
     Args:
@@ -212,7 +212,7 @@ def _kept(unit: UnitPlan) -> UnitPlan:
 class _Waiting:
     """A call between its forward and its backward."""
 
-    def __init__(self, unit: str, saved: Saved, plan: UnitPlan, *, has_home: bool) -> None:
+    def __init__(self, unit: str, saved: SavedBytes, plan: UnitPlan, *, has_home: bool) -> None:
         """Args: has_home: Whether the unit has a free home for what the call saves."""
         self.unit, self.saved, self.plan = unit, saved, plan
         self.leaves = has_home and plan.activations != "device"

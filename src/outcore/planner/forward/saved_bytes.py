@@ -24,9 +24,9 @@ from outcore.model.equal_calls import Shape, arguments_of, is_cache, kind_of, ow
 from outcore.model.partition import Partition
 from outcore.model.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
 from outcore.model.unit_modules import output_embeddings
-from outcore.planner.forward.footprint import NOTHING, Footprint, Saved
+from outcore.planner.forward.footprint import NOTHING, Footprint, SavedBytes
 from outcore.planner.forward.shapes import on_shapes
-from outcore.planner.forward.watch import Risen, Saving, Watch
+from outcore.planner.forward.watch import MemoryWatch, Risen, SavedByPolicy
 from outcore.spec.model import ParamSpec, UnitSpec
 from outcore.torch_private import pytree
 
@@ -61,10 +61,10 @@ def footprint_of(
         tiled = {**{k: v for k, v in sample.items() if k != "labels"}, "logits_to_keep": 1}
         with suppress(ConfigError):  # another model has no such argument
             return footprint_of(cut, tiled, device).with_loss(_loss_in_tiles(cut.modules[0], sample["labels"].numel()))
-    watch, is_whole, logits_bytes = Watch(device), False, 0
-    known: dict[Any, _Known] = {}
+    watch, is_whole, logits_bytes = MemoryWatch(device), False, 0
+    known: dict[Any, _KnownCall] = {}
     count = cut.spec.micro_batches_in_unit
-    units = {unit.name: _Unit(unit.name, module, watch, known, count) for unit, module in _pairs(cut)}
+    units = {unit.name: _FollowedUnit(unit.name, module, watch, known, count) for unit, module in _pairs(cut)}
 
     def backward(result: list[Any]) -> None:
         nonlocal is_whole, logits_bytes
@@ -101,7 +101,7 @@ def footprint_of(
     return replace(found, sums=sums).with_casts((count - 1) * casts).with_sums(early, logits_bytes)
 
 
-def _gradients_before_units(root: UnitSpec, own: Mapping[str, torch.Tensor], watch: Watch) -> list[ParamSpec]:
+def _gradients_before_units(root: UnitSpec, own: Mapping[str, torch.Tensor], watch: MemoryWatch) -> list[ParamSpec]:
     """Return a list that backward fills: parameters of the root with gradients before any unit's backward.
 
     Output embeddings are an example.
@@ -153,10 +153,12 @@ def loss_of(result: Any) -> torch.Tensor | None:
     return largest.float().log_softmax(-1).mean() if largest.dim() else largest
 
 
-class _Unit:
+class _FollowedUnit:
     """Runs the calls of a unit so that they are recomputed in backward, and counts what they save."""
 
-    def __init__(self, name: str, module: nn.Module, watch: Watch, known: dict[Any, _Known], count: int) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, watch: MemoryWatch, known: dict[Any, _KnownCall], count: int
+    ) -> None:
         """Args: known: What calls of all units did, by kind. count: Pieces in which the unit runs a batch."""
         self.name, self.watch, self._module, self._known, self._count = name, watch, module, known, count
         self.saved = NOTHING
@@ -195,20 +197,20 @@ class _Unit:
             values, named = pytree.tree_unflatten(leaves, form)
             return self.forward(*values, **named)
         met = self.watch.meet(leaves[i] for i in given)
-        known = self._known.setdefault((kind_of(self._module, leaves, form), *met), _Known())
-        run = _Run(self, leaves, form, given, met, known)
+        known = self._known.setdefault((kind_of(self._module, leaves, form), *met), _KnownCall())
+        run = _FollowedCall(self, leaves, form, given, met, known)
         anchor = torch.empty(0, device="cpu", requires_grad=True)
-        made = iter(_Again.apply(run, anchor, *(leaves[i] for i in given)))
+        made = iter(_RecomputedUnit.apply(run, anchor, *(leaves[i] for i in given)))
         results, form = pytree.tree_flatten(run.result)
         run.result = None
         return pytree.tree_unflatten([next(made) if i in run.made else t for i, t in enumerate(results)], form)
 
-    def count(self, saved: Saved) -> None:
+    def count(self, saved: SavedBytes) -> None:
         """Count what one call saves."""
         self.saved = self.saved.or_more(saved)
 
 
-class _Known:
+class _KnownCall:
     """What the first call of a kind did. The others do the same, and need not be followed."""
 
     def __init__(self) -> None:
@@ -222,11 +224,11 @@ class _Known:
         """Which arguments got a gradient; None until that is known."""
 
 
-class _Run:
+class _FollowedCall:
     """One call, which backward repeats."""
 
     def __init__(
-        self, unit: _Unit, leaves: list[Any], form: Any, given: list[int], met: list[bool], known: _Known
+        self, unit: _FollowedUnit, leaves: list[Any], form: Any, given: list[int], met: list[bool], known: _KnownCall
     ) -> None:
         """Prepare a call.
 
@@ -244,7 +246,7 @@ class _Run:
         self.made: set[int] = set()
         self._autocast = Autocast.now(unit.watch.device)
 
-    def begin_call(self, given: Sequence[torch.Tensor]) -> Saving:
+    def begin_call(self, given: Sequence[torch.Tensor]) -> SavedByPolicy:
         """Begin to note what a call saves. Args: given: Arguments that need a gradient."""
         arguments = [t for t in (*self.leaves, *given) if isinstance(t, torch.Tensor)]
         return self.unit.watch.begin_call(arguments, itertools.compress(given, self._met))
@@ -264,7 +266,7 @@ class _Run:
         self.made = {i for i, t in enumerate(results) if isinstance(t, torch.Tensor) and t.grad_fn is not None}
         return inner, [t for i, t in enumerate(results) if i in self.made]
 
-    def learn(self, made: Sequence[torch.Tensor], saved: Saved) -> None:
+    def learn(self, made: Sequence[torch.Tensor], saved: SavedBytes) -> None:
         """Keep what the first call saved and returned."""
         known, results = self.known, pytree.tree_leaves(self.result)
         known.saved, known.forward = saved, self.unit.watch.risen
@@ -280,11 +282,11 @@ class _Run:
         return [t for t in results if isinstance(t, torch.Tensor)]
 
 
-class _Again(torch.autograd.Function):
+class _RecomputedUnit(torch.autograd.Function):
     """A unit that is recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
+    def forward(ctx: Any, run: _FollowedCall, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
         ctx.run = run
         ctx.set_materialize_grads(False)
         ctx.given = [t.detach() for t in given]  # the watch notes when the tensors themselves are gone
@@ -303,7 +305,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        run: _Run = ctx.run
+        run: _FollowedCall = ctx.run
         given, ctx.given = ctx.given, None
         params, watch, known = run.unit.params(), run.unit.watch, run.known
         watch.visit(run.unit.name, is_backward=True)

@@ -75,7 +75,7 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
         _answer(undo, "integrations.moe", "_can_use_grouped_mm", _can_be_followed)
 
         def forward(then: Callable[[list[Any]], None]) -> None:
-            lent = _Lent(model, then, Autocast.now(device))
+            lent = _LentModel(model, then, Autocast.now(device))
             with left_as_it_is(model):
                 torch.func.functional_call(lent, {f"model.{name}": t for name, t in own.items()}, (batch,))
 
@@ -140,7 +140,7 @@ def _holds(value: object) -> bool:
     return type(value) in (list, dict, set, OrderedDict)
 
 
-class _Lent(nn.Module):
+class _LentModel(nn.Module):
     """A model that calls a function after its forward, while parameters are still lent: backward may run it again."""
 
     def __init__(self, model: nn.Module, then: Callable[[list[Any]], None], autocast: Autocast) -> None:

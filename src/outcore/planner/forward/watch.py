@@ -12,12 +12,12 @@ from outcore.core.quantities import ALIGN_BYTES, PAGE_BYTES, SMALL_BYTES, align_
 from outcore.model.casts import cast_of
 from outcore.model.expensive_operations import is_dear, may_be_dear
 from outcore.model.wrapped import tensors_in
-from outcore.planner.forward.footprint import Saved, Step
+from outcore.planner.forward.footprint import SavedBytes, Step
 from outcore.spec.plan import POLICIES, Policy
 from outcore.torch_private import TorchDispatchMode, pytree
 
 
-class Watch(TorchDispatchMode):
+class MemoryWatch(TorchDispatchMode):
     """Counts the bytes that are alive while a step is followed. Allocators give multiples of 512 bytes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -32,14 +32,14 @@ class Watch(TorchDispatchMode):
         ``activations.room``."""
         self.shared: dict[int, int] = {}
         """The same, of arguments that several calls got."""
-        self.call: Saving | None = None
+        self.call: SavedByPolicy | None = None
         """What the running forward of a unit saves; None outside of one."""
         self._serials: dict[int, int] = {}
         """Address of a storage -> its number, while it lives: addresses are used again."""
         self._count = 0
         self._alive = 0
         self._peaks = _Peaks()
-        self._latest: Saving | None = None
+        self._latest: SavedByPolicy | None = None
         """Like ``call``, but until the next visit begins."""
         self._walk: Walk | None = None
         self._begun: tuple[str, bool, int] = ("", False, 0)
@@ -109,12 +109,12 @@ class Watch(TorchDispatchMode):
         if not self._first.count:
             self._first.before = dict(self._peaks.most)
 
-    def begin_call(self, arguments: Sequence[torch.Tensor], met: Iterable[torch.Tensor]) -> Saving:
+    def begin_call(self, arguments: Sequence[torch.Tensor], met: Iterable[torch.Tensor]) -> SavedByPolicy:
         """Begin a unit's forward. Args: met: The arguments that an earlier unit got."""
-        self.call = self._latest = Saving(self, arguments, met)
+        self.call = self._latest = SavedByPolicy(self, arguments, met)
         return self.call
 
-    def end_call(self, made: Sequence[torch.Tensor]) -> Saved:
+    def end_call(self, made: Sequence[torch.Tensor]) -> SavedBytes:
         """End a unit's forward. Args: made: Its results. Returns what it saved."""
         call, self.call = self.call, None
         if call is None:
@@ -216,10 +216,10 @@ class Walk:
         self.peak = max(self.peak, self.alive)
 
 
-class Saving:
+class SavedByPolicy:
     """What one call saves, by policy, each storage once."""
 
-    def __init__(self, watch: Watch, arguments: Sequence[torch.Tensor], met: Iterable[torch.Tensor]) -> None:
+    def __init__(self, watch: MemoryWatch, arguments: Sequence[torch.Tensor], met: Iterable[torch.Tensor]) -> None:
         self._watch = watch
         mine = (*met, *(t for t in arguments if not t.requires_grad))
         self._staying = watch.staying | {watch.number(t) for t in mine}
@@ -249,11 +249,11 @@ class Saving:
         """Note the result of an operation that is dear."""
         self._select |= self._large([t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)])
 
-    def saved(self, made: Sequence[torch.Tensor]) -> Saved:
+    def saved(self, made: Sequence[torch.Tensor]) -> SavedBytes:
         """Return what was saved. Args: made: Results; what shares memory with them is not selected."""
         outside = {self._watch.number(t) for t in made}
         self._select = {number: nbytes for number, nbytes in self._select.items() if number not in outside}
-        return Saved(
+        return SavedBytes(
             keep=_total(self._keep),
             select=_total(self._select | self._arguments),
             recompute=_total(self._arguments),

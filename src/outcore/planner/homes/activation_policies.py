@@ -29,7 +29,7 @@ def workspace_bytes(footprint: Footprint, units: Iterable[UnitPlan]) -> int:
     return align_up(int(WORKSPACE_SHARE * footprint.peak_bytes(units)), PAGE_BYTES)
 
 
-def undecided(names: Iterable[str], sending: Sending | None) -> list[UnitPlan]:
+def undecided(names: Iterable[str], sending: SizedActivationPolicy | None) -> list[UnitPlan]:
     """Return units whose activations alone are decided, with homes that need the most of the device beside the plan.
 
     Args:
@@ -40,20 +40,20 @@ def undecided(names: Iterable[str], sending: Sending | None) -> list[UnitPlan]:
     return units if sending is None else [sending.unit(unit) for unit in units]
 
 
-class Away(NamedTuple):
+class ActivationPolicy(NamedTuple):
     """A way to treat activations: the policy of a share of the units, and the tier where their activations rest."""
 
     tier: Tier
     policy: Policy
     share: float = 1.0
 
-    def of(self, footprint: Footprint) -> Sending:
+    def of(self, footprint: Footprint) -> SizedActivationPolicy:
         """Return the same for a micro-batch of known footprint."""
-        return Sending(self.tier, self.policy, footprint, self.share)
+        return SizedActivationPolicy(self.tier, self.policy, footprint, self.share)
 
 
 @dataclass(frozen=True)
-class Sending:
+class SizedActivationPolicy:
     """What a share of the units saves, and where that rests. The other units are recomputed."""
 
     tier: Tier
@@ -63,9 +63,9 @@ class Sending:
     """The fraction of the units but the root, spread evenly."""
 
     @property
-    def away(self) -> Away:
+    def away(self) -> ActivationPolicy:
         """The same without the footprint."""
-        return Away(self.tier, self.policy, self.share)
+        return ActivationPolicy(self.tier, self.policy, self.share)
 
     @cached_property
     def units(self) -> frozenset[str]:
@@ -119,7 +119,7 @@ class Sending:
             yield Pool(tier=tier, kind="activations", slot_bytes=slot_bytes, num_slots=num_slots)
 
 
-def sendings(tier: AwayTier, footprint: Footprint, *, may_select: bool = True) -> list[Sending]:
+def sendings(tier: AwayTier, footprint: Footprint, *, may_select: bool = True) -> list[SizedActivationPolicy]:
     """Return ways to a tier, those that save most first; of two that save the same, the one without a selection.
 
     Args:
@@ -127,11 +127,11 @@ def sendings(tier: AwayTier, footprint: Footprint, *, may_select: bool = True) -
         footprint: The footprint of the largest micro-batch.
         may_select: Whether units may save results that are dear to compute.
     """
-    found = [Sending(tier, policy, footprint) for policy in POLICIES if policy != "select" or may_select]
+    found = [SizedActivationPolicy(tier, policy, footprint) for policy in POLICIES if policy != "select" or may_select]
     return [one for one, next_one in itertools.pairwise(found) if one.saved != next_one.saved] + found[-1:]
 
 
-class Room(NamedTuple):
+class DeviceRoom(NamedTuple):
     """Device memory that is left to activations and workspace: a number of bytes, and a share of the device's limit."""
 
     nbytes: int = 0
@@ -154,13 +154,17 @@ class Room(NamedTuple):
 class Activations:
     """What activations take of the limits, with one way to treat them."""
 
-    room: Room
-    sending: Sending | None = None
+    room: DeviceRoom
+    sending: SizedActivationPolicy | None = None
     """None: they stay on the device."""
 
     @classmethod
     def of(
-        cls, names: Iterable[str], footprint: Footprint | None, share: float, sending: Sending | None = None
+        cls,
+        names: Iterable[str],
+        footprint: Footprint | None,
+        share: float,
+        sending: SizedActivationPolicy | None = None,
     ) -> Activations:
         """Return what activations take.
 
@@ -172,7 +176,7 @@ class Activations:
             sending: As above.
         """
         known = workspace_bytes(footprint, undecided(names, sending)) if footprint is not None and share else 0
-        return cls(Room(known, 0.0 if known else share), sending)
+        return cls(DeviceRoom(known, 0.0 if known else share), sending)
 
     @cached_property
     def taken(self) -> Mapping[Tier, int]:

@@ -34,7 +34,7 @@ _Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Load:
+class TierLoad:
     """Part of a tier's memory, and how much of it is in use when."""
 
     tier: Tier
@@ -50,7 +50,7 @@ class Load:
         return max((nbytes for _, nbytes in self.moments), default=0)
 
 
-def peak_of(loads: Iterable[Load]) -> int:
+def peak_of(loads: Iterable[TierLoad]) -> int:
     """Return the most that several loads have in use at once."""
     changes: defaultdict[float, int] = defaultdict(int)
     for load in loads:
@@ -70,7 +70,7 @@ def occupancy(
     *,
     alive: Mapping[tuple[str, bool], int],
     warm_up: int = 2,
-) -> tuple[Load, ...]:
+) -> tuple[TierLoad, ...]:
     """Play steps and say what is in use when, over the window of ``simulate``'s timeline.
 
     Args:
@@ -89,16 +89,16 @@ def occupancy(
     return tuple(sorted([*loads, saved], key=lambda load: TIERS.index(load.tier)))
 
 
-def _homes(model: ModelSpec, plan: Plan) -> Iterator[Load]:
+def _homes(model: ModelSpec, plan: Plan) -> Iterator[TierLoad]:
     for tier in TIERS:
         nbytes = sum(
             r.nbytes for r in reservations(model, plan) if r.tier == tier and r.kind not in ("slot", "workspace")
         )
         if nbytes:
-            yield Load(tier, "homes", nbytes, ((0.0, nbytes),))
+            yield TierLoad(tier, "homes", nbytes, ((0.0, nbytes),))
 
 
-def _slots(plan: Plan, steps: PlayedSteps, window: _Interval) -> Iterator[Load]:
+def _slots(plan: Plan, steps: PlayedSteps, window: _Interval) -> Iterator[TierLoad]:
     used = _tenancies(steps)
     pools: dict[tuple[Tier, str], list[Pool]] = defaultdict(list)
     for pool in plan.pools:
@@ -153,7 +153,9 @@ def _visits(steps: PlayedSteps) -> Iterator[tuple[Operation, float]]:
             yield op, steps.played.start[place]
 
 
-def _load(tier: Tier, label: str, reserved: int, intervals: Iterable[tuple[_Interval, int]], window: _Interval) -> Load:
+def _load(
+    tier: Tier, label: str, reserved: int, intervals: Iterable[tuple[_Interval, int]], window: _Interval
+) -> TierLoad:
     """Add intervals up to one line of moments."""
     start_s, end_s = window
     changes: defaultdict[float, int] = defaultdict(int)
@@ -164,4 +166,4 @@ def _load(tier: Tier, label: str, reserved: int, intervals: Iterable[tuple[_Inte
             changes[min(until_s, end_s)] -= nbytes
     times = [moment for moment in sorted(changes) if moment < end_s]
     sums = itertools.accumulate(changes[moment] for moment in times)
-    return Load(tier, label, reserved, tuple((t - start_s, n) for t, n in zip(times, sums, strict=True)))
+    return TierLoad(tier, label, reserved, tuple((t - start_s, n) for t, n in zip(times, sums, strict=True)))

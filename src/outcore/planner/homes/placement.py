@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planner.homes.activation_policies import Activations, Room
+from outcore.planner.homes.activation_policies import Activations, DeviceRoom
 from outcore.planner.homes.pools import (
     DEVICE_COMFORTS,
     HOST_COMFORTS,
@@ -44,7 +44,7 @@ from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
 from outcore.spec.reservations import tier_bytes
 
-STAYING = Activations(Room())
+STAYING = Activations(DeviceRoom())
 """Activations that take nothing of the limits."""
 
 
@@ -70,7 +70,7 @@ def place(
 
     Cost: 0.2 s for 128 equal units, seconds if all differ; integers only.
     """
-    search = _Search(model, limits, accumulation_steps)
+    search = _Placements(model, limits, accumulation_steps)
     plan = search.beside(activations).roomiest(policy)
     if plan is None:
         raise _refusal(search, [activations])
@@ -81,7 +81,7 @@ def fitting(
     model: ModelSpec, limits: Limits, activations: Activations, *, accumulation_steps: int | None = None
 ) -> Plan | None:
     """Return the plan of ``place``, or None if nothing fits."""
-    return _Search(model, limits, accumulation_steps).beside(activations).roomiest("recompute")
+    return _Placements(model, limits, accumulation_steps).beside(activations).roomiest("recompute")
 
 
 def refusal(model: ModelSpec, limits: Limits, several: Sequence[Activations]) -> PlanInfeasibleError:
@@ -96,7 +96,7 @@ def refusal(model: ModelSpec, limits: Limits, several: Sequence[Activations]) ->
         The error. ``required_bytes`` is the least device, then the least host, then the least disk that would do;
         ``raise_one_to`` says how much of one tier would do with the others as they are.
     """
-    return _refusal(_Search(model, limits), several)
+    return _refusal(_Placements(model, limits), several)
 
 
 class Least(NamedTuple):
@@ -119,7 +119,7 @@ class Least(NamedTuple):
 
 def least(model: ModelSpec, limits: Limits, several: Sequence[Activations]) -> Least:
     """Return the least limits that would do. Args: as for ``refusal``."""
-    return _least(_Search(model, limits), several)
+    return _least(_Placements(model, limits), several)
 
 
 class Waterline(NamedTuple):
@@ -129,14 +129,14 @@ class Waterline(NamedTuple):
     on_host: int
 
 
-def _least(search: _Search, several: Sequence[Activations]) -> Least:
+def _least(search: _Placements, several: Sequence[Activations]) -> Least:
     """See ``least``. Ways that need a tier that is not allowed are left out, unless there is no other."""
     allowed = {"device"} | {tier for tier, most in search.given.by_tier.items() if most}
     usable = [way for way in several if all(tier in allowed for tier, nbytes in way.taken.items() if nbytes)]
     return Least.of_any([search.beside(way).least_limits() for way in usable or several])
 
 
-def _refusal(search: _Search, several: Sequence[Activations]) -> PlanInfeasibleError:
+def _refusal(search: _Placements, several: Sequence[Activations]) -> PlanInfeasibleError:
     """See ``refusal``."""
     found = _least(search, several)
     within, sending = search.beside(found.activations), found.activations.sending
@@ -167,7 +167,7 @@ def _homes_at(index: int, borders: Iterable[tuple[int, int]]) -> _Homes:
     return _Homes(*("device" if index < near else "host" if index < far else "disk" for near, far in borders))
 
 
-class _Footprint(NamedTuple):
+class _UnitFootprint(NamedTuple):
     """What one unit takes with given homes: bytes and slots."""
 
     plan: UnitPlan
@@ -175,7 +175,7 @@ class _Footprint(NamedTuple):
     needs: tuple[Need, ...]
 
 
-class _Search:
+class _Placements:
     """All plans of the rule over one model and one set of limits."""
 
     def __init__(self, model: ModelSpec, given: Limits, accumulation_steps: int | None = None) -> None:
@@ -199,7 +199,7 @@ class _Search:
         """Activations, and what they leave to everything else."""
         self._window = functools.cache(self._bisect)
 
-    def beside(self, activations: Activations) -> _Search:
+    def beside(self, activations: Activations) -> _Placements:
         """Return the search beside other activations. Both share what is known of units."""
         other = copy.copy(self)
         other.turn_to(activations)
@@ -401,12 +401,12 @@ class _Search:
             needs.add(unit.needs, count)
         return needs
 
-    def _measure(self, index: int, homes: _Homes) -> _Footprint:
+    def _measure(self, index: int, homes: _Homes) -> _UnitFootprint:
         spec = self.model.units[index]
         plan = self._unit_plan(index, homes, spec.name, "keep")
         alone = Plan(precision=self.model.precision, units=(plan,), pools=(), prefetch_depth=0)
         nbytes = tier_bytes(dataclasses.replace(self.model, units=(spec,)), alone)
-        return _Footprint(plan, _Bytes(**nbytes), tuple(needs_of(spec, plan, self.model)))
+        return _UnitFootprint(plan, _Bytes(**nbytes), tuple(needs_of(spec, plan, self.model)))
 
     def _unit_plan(self, index: int, homes: _Homes, name: str, policy: Policy) -> UnitPlan:
         spec = self.model.units[index]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outcore.order.attempts import Attempt, Attempts
-from outcore.order.ledger import After, Dependency, Home, Ledger, Slot, Span
+from outcore.order.ledger import After, ByteSpan, Dependency, Home, Ledger, Slot
 from outcore.order.port import COPY, NOTHING, Work
 from outcore.order.weight_cache import Move
 from outcore.spec.lane_names import RANK_LANES, Lane
@@ -16,7 +16,7 @@ from outcore.spec.timeline import COMPUTE, HOST
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class PaperEntry:
     """A submitted operation on paper: its index, counted from the first of all steps, and its lane."""
 
     index: int
@@ -48,7 +48,7 @@ class InTime:
         self.attempt: Attempt | None = None
         """Attempt that is being written down. Operations with ``is_due`` belong to it."""
 
-    def start(self, unit: Ledger[Entry]) -> Attempt | None:
+    def start(self, unit: Ledger[PaperEntry]) -> Attempt | None:
         """Start a unit's attempt. Returns None if it is left out."""
         if not self._of_step.wants_next():
             return None
@@ -82,7 +82,7 @@ class Paper:
         """Whether operations list the bytes that they read and write."""
         self._begin = 0
         self._names = names
-        self._computed = Entry(-1, COMPUTE)
+        self._computed = PaperEntry(-1, COMPUTE)
 
     def begin_step(self) -> None:
         """Begin another step with a new row."""
@@ -92,13 +92,13 @@ class Paper:
         self,
         lane: Lane,
         kind: Kind,
-        unit: Ledger[Entry],
+        unit: Ledger[PaperEntry],
         *,
-        reads: Sequence[Span],
-        writes: Sequence[Span],
-        after: After[Entry],
+        reads: Sequence[ByteSpan],
+        writes: Sequence[ByteSpan],
+        after: After[PaperEntry],
         work: Work = COPY,
-    ) -> Entry:
+    ) -> PaperEntry:
         """Write down an operation of a lane. One that is not due moves nothing and waits for nothing."""
         if work.is_due is not None and self.in_time is not None and self.in_time.attempt is not None:
             self.in_time.of_operations[self._begin + len(self.row)] = self.in_time.attempt
@@ -110,25 +110,25 @@ class Paper:
     def compute(
         self,
         kind: Kind,
-        unit: Ledger[Entry],
+        unit: Ledger[PaperEntry],
         *,
-        reads: Sequence[Span] = (),
-        writes: Sequence[Span] = (),
-        after: After[Entry],
-    ) -> Entry:
+        reads: Sequence[ByteSpan] = (),
+        writes: Sequence[ByteSpan] = (),
+        after: After[PaperEntry],
+    ) -> PaperEntry:
         """Write down an operation of compute."""
         self._computed = self._append(COMPUTE, kind, unit.spec.name, reads, writes, after)
         return self._computed
 
-    def mark(self, what: str, unit: Ledger[Entry], *, wrote: Sequence[Span] = ()) -> Entry:
+    def mark(self, what: str, unit: Ledger[PaperEntry], *, wrote: Sequence[ByteSpan] = ()) -> PaperEntry:
         """Return the last operation of compute."""
         return self._computed
 
-    def wait(self, label: str, dependency: Dependency[Entry], *, frees: Sequence[Span] = ()) -> None:
+    def wait(self, label: str, dependency: Dependency[PaperEntry], *, frees: Sequence[ByteSpan] = ()) -> None:
         """Write down that the host blocks."""
         self._append(HOST, "wait", "", (), (), {label: dependency})
 
-    def freed(self, of: Home[Entry] | Slot[Entry], lane: Lane, after: After[Entry] = NOTHING) -> None:
+    def freed(self, of: Home[PaperEntry] | Slot[PaperEntry], lane: Lane, after: After[PaperEntry] = NOTHING) -> None:
         """Do nothing."""
 
     def _append(
@@ -136,14 +136,14 @@ class Paper:
         lane: str,
         kind: Kind,
         unit: str,
-        reads: Sequence[Span],
-        writes: Sequence[Span],
-        after: After[Entry],
+        reads: Sequence[ByteSpan],
+        writes: Sequence[ByteSpan],
+        after: After[PaperEntry],
         moved: int | None = None,
-    ) -> Entry:
+    ) -> PaperEntry:
         begin, move, row, order = self._begin, self.move, self.row, {-1}
         for dependency in after.values():
-            if isinstance(dependency, Entry):
+            if isinstance(dependency, PaperEntry):
                 order.add(dependency.index)
             elif dependency is not None:
                 order.update([entry.index for entry in dependency if entry is not None])
@@ -160,8 +160,8 @@ class Paper:
             _accesses(writes) if self.says_where else (),
         )
         row.append(tuple.__new__(Operation, fields))  # faster than its constructor
-        return Entry(begin + len(row) - 1, lane)
+        return PaperEntry(begin + len(row) - 1, lane)
 
 
-def _accesses(spans: Sequence[Span]) -> tuple[Access, ...]:
+def _accesses(spans: Sequence[ByteSpan]) -> tuple[Access, ...]:
     return tuple([Access(span.of.name, span.start, span.stop) for span in spans])

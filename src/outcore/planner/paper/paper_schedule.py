@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from outcore.order.activations import SavedCall
 from outcore.order.attempts import Attempt
-from outcore.order.ledger import Ledger, Span
+from outcore.order.ledger import ByteSpan, Ledger
 from outcore.order.slots import SlotPool
 from outcore.order.step import StepOrder
 from outcore.order.turns import Turns
 from outcore.order.weight_cache import (
-    Held,
+    HeldUnits,
     Move,
     Moves,
     changed_units,
@@ -32,7 +32,7 @@ from outcore.order.weight_cache import (
     update_order,
     weight_moves,
 )
-from outcore.planner.paper.paper_port import Clock, Entry, InTime, Paper
+from outcore.planner.paper.paper_port import Clock, InTime, Paper, PaperEntry
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import ROOT, Phase, Schedule, Visit
@@ -82,7 +82,7 @@ def consecutive(
     model: ModelSpec,
     plan: Plan,
     visits: Sequence[Visit],
-    held: Held,
+    held: HeldUnits,
     circumstances: Circumstances | None = None,
     clock: Clock | None = None,
     *,
@@ -121,7 +121,7 @@ class _Progress:
 
     is_open: bool = False
     """True while it has gradients of this pass on the device."""
-    made: Entry | None = None
+    made: PaperEntry | None = None
     """Operation that put them into a bucket."""
     has_gradients: bool = False
     num_passes: int = 0
@@ -140,21 +140,21 @@ class _Steps:
     """Lays out operations. Remembers homes, slots and the last use of everything across steps."""
 
     def __init__(
-        self, model: ModelSpec, plan: Plan, held: Held, circumstances: Circumstances, clock: Clock | None
+        self, model: ModelSpec, plan: Plan, held: HeldUnits, circumstances: Circumstances, clock: Clock | None
     ) -> None:
         self.paper = paper = Paper([unit.name for unit in model.units])
         paper.in_time = None if clock is None else InTime(clock)
         self._model, self._plan, self._circumstances = model, plan, circumstances
-        order: StepOrder[Entry] = StepOrder(model, plan, paper)
+        order: StepOrder[PaperEntry] = StepOrder(model, plan, paper)
         self._units, self._weights = order.ledgers, order.weights
         self._gradients, self._updates, self._activations = order.gradients, order.updates, order.activations
-        self._saved: dict[int, list[SavedCall[Entry] | None]] = {}
+        self._saved: dict[int, list[SavedCall[PaperEntry] | None]] = {}
         """Calls whose saved activations are sent away, by unit, the newest last. None: a call that found no home."""
         self._progress = [_Progress() for _ in self._units]
         self._work = [_Nothing(self, unit) for unit in self._units]
-        self.factors: list[Entry] = []
+        self.factors: list[PaperEntry] = []
         """Operations that make the clip factor of the step."""
-        self._reached: dict[int, Ledger[Entry]] = {}  # units that this backward pass has reached
+        self._reached: dict[int, Ledger[PaperEntry]] = {}  # units that this backward pass has reached
         is_alone = all(unit.num_ranks == 1 for unit in model.units)
         self._turns = None if is_alone else Turns(unit for unit in self._units if unit.spec.trainable)
         self._weights.on_host.holders[:] = held.host
@@ -202,15 +202,15 @@ class _Steps:
         if phase is Phase.BACKWARD:
             self._end_visit(unit, ahead)
 
-    def _save(self, unit: Ledger[Entry], calls: list[SavedCall[Entry] | None]) -> None:
+    def _save(self, unit: Ledger[PaperEntry], calls: list[SavedCall[PaperEntry] | None]) -> None:
         is_free = self._activations.room(unit) >= unit.plan.saved_bytes
-        calls.append(self._activations.end_forward(unit, _Saved(unit.plan.saved_bytes)) if is_free else None)
+        calls.append(self._activations.end_forward(unit, _PaperActivations(unit.plan.saved_bytes)) if is_free else None)
         count = self._model.micro_batches_in_unit
         if count > 1 and len(calls) % count == 0:  # backward comes to the first piece of a batch first
             self._activations.turn(unit)
             calls[-count:] = reversed(calls[-count:])
 
-    def _make_room(self, pool: SlotPool[Entry]) -> None:
+    def _make_room(self, pool: SlotPool[PaperEntry]) -> None:
         if self._turns is not None:  # as in ``RankedGradients``
             taken = (u for u in self._turns.order if u.bucket is not None and u.bucket.pool is pool)
             unit = next(taken)
@@ -219,7 +219,7 @@ class _Steps:
             return
         self._send(next(u for u in self._reached.values() if u.bucket is not None and u.bucket.pool is pool))
 
-    def _end_visit(self, unit: Ledger[Entry], ahead: _Ahead) -> None:
+    def _end_visit(self, unit: Ledger[PaperEntry], ahead: _Ahead) -> None:
         """Send complete gradients home: a unit's after its last visit of the pass, the root's when the pass ends."""
         root = self._units[ROOT]
         if unit.index != ROOT and not ahead.comes_again and self._progress[unit.index].is_open:
@@ -233,7 +233,7 @@ class _Steps:
                 self._progress[reached.index].is_counted = False
             self._reached.clear()
 
-    def _send(self, unit: Ledger[Entry]) -> None:
+    def _send(self, unit: Ledger[PaperEntry]) -> None:
         progress = self._progress[unit.index]
         progress.is_open, progress.made, progress.is_loose = False, None, False
         is_first = not progress.has_gradients
@@ -250,7 +250,7 @@ class _Steps:
                 self._updates.forget_attempt(unit)
             self._attempt(unit, progress)
 
-    def _attempt(self, unit: Ledger[Entry], progress: _Progress) -> None:
+    def _attempt(self, unit: Ledger[PaperEntry], progress: _Progress) -> None:
         in_time = self.paper.in_time
         if in_time is None:
             progress.is_attempted = True
@@ -280,7 +280,7 @@ class _Steps:
         for index in indices:
             self._progress[index] = _Progress()
 
-    def is_made_early(self, unit: Ledger[Entry]) -> bool:
+    def is_made_early(self, unit: Ledger[PaperEntry]) -> bool:
         """Return whether a unit's early update is made."""
         progress = self._progress[unit.index]
         if progress.attempt is not None:
@@ -288,7 +288,7 @@ class _Steps:
         return progress.is_attempted and unit.spec.name not in (self._circumstances.overtaken or ())
 
 
-class _Saved:
+class _PaperActivations:
     """Activations that a forward saved, on paper."""
 
     def __init__(self, nbytes: int) -> None:
@@ -298,7 +298,7 @@ class _Saved:
         """Return True, since backward always comes."""
         return True
 
-    def leave(self, target: Span) -> None:
+    def leave(self, target: ByteSpan) -> None:
         """Do nothing."""
 
     def let_go(self) -> None:
@@ -311,11 +311,11 @@ class _Saved:
 class _Nothing:
     """The work of operations on paper: they do nothing."""
 
-    def __init__(self, steps: _Steps, unit: Ledger[Entry]) -> None:
+    def __init__(self, steps: _Steps, unit: Ledger[PaperEntry]) -> None:
         self._steps, self._unit, self.nbytes = steps, unit, unit.spec.bucket_bytes
 
     @property
-    def factors(self) -> list[Entry]:
+    def factors(self) -> list[PaperEntry]:
         """Operations that make the clip factor of the step."""
         return self._steps.factors
 
@@ -324,7 +324,7 @@ class _Nothing:
         """Whether the unit's update inside backward is made."""
         return self._steps.is_made_early(self._unit)
 
-    def leave(self, target: Span) -> None:
+    def leave(self, target: ByteSpan) -> None:
         """Do nothing."""
 
     def landed(self) -> None:
@@ -333,37 +333,39 @@ class _Nothing:
     def add_on_device(self) -> None:
         """Do nothing."""
 
-    def add_on_host(self, landing: Span, target: Span) -> None:
+    def add_on_host(self, landing: ByteSpan, target: ByteSpan) -> None:
         """Do nothing."""
 
-    def put_in(self, bucket: Span) -> None:
+    def put_in(self, bucket: ByteSpan) -> None:
         """Do nothing."""
 
-    def exchange(self, bucket: Span, received: Span) -> None:
+    def exchange(self, bucket: ByteSpan, received: ByteSpan) -> None:
         """Do nothing."""
 
-    def add_runs(self, received: Span, target: Span) -> None:
+    def add_runs(self, received: ByteSpan, target: ByteSpan) -> None:
         """Do nothing."""
 
     def begin(self) -> None:
         """Do nothing."""
 
-    def at_once(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
+    def at_once(self, grads: ByteSpan, states: ByteSpan, weights: ByteSpan, scratch: ByteSpan) -> None:
         """Do nothing."""
 
-    def in_place(self, grads: Span, states: Span | None, weights: Span, *, is_slot: bool) -> None:
+    def in_place(self, grads: ByteSpan, states: ByteSpan | None, weights: ByteSpan, *, is_slot: bool) -> None:
         """Do nothing."""
 
-    def staged(self, grads: Span, states: Span, weights: Span, scratch: Span) -> None:
+    def staged(self, grads: ByteSpan, states: ByteSpan, weights: ByteSpan, scratch: ByteSpan) -> None:
         """Do nothing."""
 
     def weights_sent(self) -> None:
         """Do nothing."""
 
-    def gather(self, weights: Span) -> None:
+    def gather(self, weights: ByteSpan) -> None:
         """Do nothing."""
 
-    def out_of_place(self, grads: Span, new: tuple[Span | None, Span], old: tuple[Span | None, Span | None]) -> None:
+    def out_of_place(
+        self, grads: ByteSpan, new: tuple[ByteSpan | None, ByteSpan], old: tuple[ByteSpan | None, ByteSpan | None]
+    ) -> None:
         """Do nothing."""
 
     def is_due(self) -> bool:

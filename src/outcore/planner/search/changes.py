@@ -24,7 +24,7 @@ _MOST_BATCHES = 8
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A change of the setting, and what it gains."""
 
     name: str
@@ -40,7 +40,7 @@ class Change:
         return math.log(self.gain) / self.effort
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """A point of a curve: a setting and its estimated step time."""
 
     value: float
@@ -54,13 +54,13 @@ class Point(NamedTuple):
 class Curves(NamedTuple):
     """Step times, each over one thing that may change."""
 
-    device_memory: tuple[Point, ...]
-    host_memory: tuple[Point, ...]
-    batch: tuple[Point, ...]
+    device_memory: tuple[CurvePoint, ...]
+    host_memory: tuple[CurvePoint, ...]
+    batch: tuple[CurvePoint, ...]
     """Over sequences per micro-batch."""
 
 
-class _Tried(NamedTuple):
+class _TriedChange(NamedTuple):
     """A change whose gain is not known yet."""
 
     name: str
@@ -72,14 +72,14 @@ class _Tried(NamedTuple):
     same_s: float
     """Seconds of a step with the change at which tokens per second are the same as without it."""
 
-    def change(self, reached: Estimate) -> Change:
+    def change(self, reached: Estimate) -> SettingChange:
         """Return the change with its gain."""
-        return Change(self.name, self.effort, reached.step_s, self.same_s / reached.step_s)
+        return SettingChange(self.name, self.effort, reached.step_s, self.same_s / reached.step_s)
 
 
 def best_changes(
     setting: Setting, found: Found, *, most: int = 3, over: Callable[..., Iterable[Any]] = map
-) -> tuple[Change, ...]:
+) -> tuple[SettingChange, ...]:
     """Return the changes with the largest gain for their effort.
 
     Args:
@@ -90,7 +90,7 @@ def best_changes(
             another batch size, whose profile is not known yet.
     """
     step_s, known = found.simulation.step_s, found.candidate
-    tried = [_Tried(*each, known, step_s * each[-1].tokens / setting.tokens) for each in _changed(setting)]
+    tried = [_TriedChange(*each, known, step_s * each[-1].tokens / setting.tokens) for each in _changed(setting)]
     reached = list(over(_reached, tried))
     changes = {i: tried[i].change(estimated) for i, estimated in enumerate(reached) if estimated is not None}
     best = sorted(sorted(changes, key=lambda i: -changes[i].worth)[:most])  # what cannot be pickled stays first
@@ -99,7 +99,7 @@ def best_changes(
     return tuple(sorted(chosen, key=lambda change: -change.worth))
 
 
-def _reached(tried: _Tried) -> Estimate | None:
+def _reached(tried: _TriedChange) -> Estimate | None:
     """Return the estimated step with the change, or None if it gains next to nothing."""
     reached = estimate(tried.setting.job(), [tried.known], enough_s=tried.same_s / _LEAST_GAIN)
     if reached is None or not reached.step_s or tried.same_s / reached.step_s < _LEAST_GAIN:
@@ -107,7 +107,7 @@ def _reached(tried: _Tried) -> Estimate | None:
     return reached
 
 
-def _improved(pair: tuple[_Tried, Estimate]) -> Estimate:
+def _improved(pair: tuple[_TriedChange, Estimate]) -> Estimate:
     tried, reached = pair
     return improve(tried.setting.job(), reached)
 
@@ -163,19 +163,21 @@ def curves(setting: Setting, found: Found, *, over: Callable[..., Iterable[Any]]
     return Curves(device, host, batch)
 
 
-def _points(asked: tuple[Callable[[Setting, Estimate], tuple[Point, ...]], Setting, Estimate]) -> tuple[Point, ...]:
+def _points(
+    asked: tuple[Callable[[Setting, Estimate], tuple[CurvePoint, ...]], Setting, Estimate],
+) -> tuple[CurvePoint, ...]:
     curve, setting, today = asked
     return curve(setting, today)
 
 
-def _over_memory(field: str, setting: Setting, today: Estimate) -> tuple[Point, ...]:
+def _over_memory(field: str, setting: Setting, today: Estimate) -> tuple[CurvePoint, ...]:
     """Return step times for different budgets. Args: field: Of ``Limits``. today: What was found for the setting."""
     sizes = [int(factor * getattr(setting.limits, field)) for factor in _MEMORY]
     now = getattr(setting.limits, field)
     return _curve(setting, today, sizes, now, lambda n: setting.with_limits(**{field: n}), is_memory=True)
 
 
-def _over_batch(setting: Setting, today: Estimate) -> tuple[Point, ...]:
+def _over_batch(setting: Setting, today: Estimate) -> tuple[CurvePoint, ...]:
     """Return step times for different sequences per micro-batch, up to the first size that does not fit.
 
     Args:
@@ -198,18 +200,18 @@ def _curve(
     changed: Callable[[int], Setting],
     *,
     is_memory: bool,
-) -> tuple[Point, ...]:
+) -> tuple[CurvePoint, ...]:
     """Return points from the smallest value up, so that a candidate that fits in less is known where there is more."""
-    points: list[Point] = []
+    points: list[CurvePoint] = []
     known: Sequence[Candidate] = [today.candidate]
     simulated = Simulated() if is_memory else None
     for value in sorted(values):
         if value == now:
-            points.append(Point(value, today.step_s, setting.tokens, is_today=True))
+            points.append(CurvePoint(value, today.step_s, setting.tokens, is_today=True))
             continue
         other = changed(value)
         reached = estimate(other.job(), known, simulated)
         if reached is not None:
             known = list(dict.fromkeys([today.candidate, reached.candidate]))
-        points.append(Point(value, None if reached is None else reached.step_s, other.tokens, is_today=False))
+        points.append(CurvePoint(value, None if reached is None else reached.step_s, other.tokens, is_today=False))
     return tuple(points)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from outcore.planner.bound.bound import MAX_NODES, Bound, bound_of, busiest_s
-from outcore.planner.homes.activation_policies import Away
+from outcore.planner.bound.bound import MAX_NODES, StepBound, bound_of, busiest_s
+from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.placement import place
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.search.job import Job
-from outcore.planner.search.plan_space import Candidate, Choice
+from outcore.planner.search.plan_space import Candidate, PlanSpace
 from outcore.planner.timing.simulate import PlayedSteps, Simulation, play_steps, simulation_of, steps_until_settled
 from outcore.spec.plan import Plan, Pool, Tier, UnitPlan
 from outcore.spec.schedule import usual_visits
@@ -42,7 +42,7 @@ _WEAR = 0.005
 memory has room and a step is as short without."""
 
 
-class Looks:
+class Evaluations:
     """What is known of the candidates of one job."""
 
     def __init__(self, job: Job, simulated: Simulated | None = None) -> None:
@@ -50,7 +50,7 @@ class Looks:
         self.job = job
         steps = job.micro_batches if job.is_promised else None
         self.may_be_early = job.is_promised and not job.clipping
-        self.choice = Choice(
+        self.choice = PlanSpace(
             job.model, policy=job.policy, accumulation_steps=steps, may_be_early=self.may_be_early, ways=job.ways
         )
         self._visits = usual_visits(job.model, job.micro_batches)
@@ -59,12 +59,12 @@ class Looks:
         # Cached per object: functools.cache on the methods would keep every search alive.
         self.plan = functools.cache(self.choice.plan)
         """Candidate -> its plan, without activations that leave."""
-        firsts: dict[tuple[_Key, Away | None], Candidate] = {}
+        firsts: dict[tuple[_Key, ActivationPolicy | None], Candidate] = {}
         self.same = functools.cache(lambda c: firsts.setdefault((_key(self.plan(c)), c.saves), c))
         """Candidate -> the first candidate that was seen with the same plan."""
         self.busiest = functools.cache(self._busiest)
         self.coarse_s = functools.cache(self._coarse_s)
-        self._runs: dict[tuple[int, Away | None], tuple[Plan, Plan]] = {}
+        self._runs: dict[tuple[int, ActivationPolicy | None], tuple[Plan, Plan]] = {}
         """(id of a plan, way) -> the plan, held so that no other gets its id, and the plan with activations."""
         self.fits = functools.cache(self._fits)
         self.seconds = functools.cache(self._seconds)
@@ -104,14 +104,14 @@ class Looks:
         """Return whether a candidate keeps to the limits."""
         return not self.missing(candidate)
 
-    def run(self, plan: Plan, away: Away | None) -> Plan:
+    def run(self, plan: Plan, away: ActivationPolicy | None) -> Plan:
         """Add activations to a plan: see ``Job.as_run``."""
         key = id(plan), away
         if key not in self._runs:
             self._runs[key] = plan, self.job.as_run(plan, away)
         return self._runs[key][1]
 
-    def simulation(self, plan: Plan, away: Away | None, *, in_full: bool = True) -> Simulation:
+    def simulation(self, plan: Plan, away: ActivationPolicy | None, *, in_full: bool = True) -> Simulation:
         """Simulate a plan until steps have settled: the first steps of one that uses the disk may differ greatly.
 
         Args:
@@ -125,7 +125,7 @@ class Looks:
             self.simulated[key] = self._simulated(run, num_played)
         return self.simulated[key]
 
-    def simulate(self, plans: Iterable[tuple[Plan, Away | None]], *, in_full: bool = False) -> None:
+    def simulate(self, plans: Iterable[tuple[Plan, ActivationPolicy | None]], *, in_full: bool = False) -> None:
         """Simulate several plans ahead of ``simulation``."""
         num_played = self.job.micro_batches if in_full else self.num_played
         runs = [self.run(plan, away) for plan, away in plans]
@@ -148,15 +148,15 @@ class Looks:
         given = (job.model, run, job.rates, usual_visits(job.model, num_played), self._circumstances)
         return functools.partial(play_steps, *given, warm_up=warm_up, says_where=False)
 
-    def __reduce__(self) -> tuple[type[Looks], tuple[Job]]:  # for another process, which finds the same
-        return Looks, (self.job,)
+    def __reduce__(self) -> tuple[type[Evaluations], tuple[Job]]:  # for another process, which finds the same
+        return Evaluations, (self.job,)
 
-    def bound(self, plan: Plan, away: Away | None, max_nodes: int = MAX_NODES) -> Bound:
+    def bound(self, plan: Plan, away: ActivationPolicy | None, max_nodes: int = MAX_NODES) -> StepBound:
         """Return the bound of a plan."""
         job, run = self.job, self.run(plan, away)
         return bound_of(job.model, run, job.rates, self._visits, self._circumstances, max_nodes=max_nodes)
 
-    def cost_s(self, plan: Plan, away: Away | None, *, in_full: bool = True) -> float:
+    def cost_s(self, plan: Plan, away: ActivationPolicy | None, *, in_full: bool = True) -> float:
         """Return what a search minimizes: simulated seconds of a step, and a little for what the drive writes.
 
         Args: as for ``simulation``.

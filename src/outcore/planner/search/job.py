@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from outcore.planner.forward.footprint import Footprint, Saved, as_run
-from outcore.planner.homes.activation_policies import Activations, Away
+from outcore.planner.forward.footprint import Footprint, SavedBytes, as_run
+from outcore.planner.homes.activation_policies import ActivationPolicy, Activations
 from outcore.planner.homes.check import can_be_plain
 from outcore.planner.timing.rates import Rates
 from outcore.spec.budget import Limits
@@ -55,30 +55,30 @@ class Job:
     """Whether calls keep what they save while there is room."""
     may_be_plain: bool = False
     """Whether a run makes a plan plain if it can be: [Note: plain plans] in ``homes.check``."""
-    ways: tuple[Away | None, ...] = (None,)
+    ways: tuple[ActivationPolicy | None, ...] = (None,)
     """What may become of activations (None: they stay, and are recomputed). The first is that of the rule's plan."""
 
     @functools.cached_property
-    def saved(self) -> Mapping[str, Saved]:
+    def saved(self) -> Mapping[str, SavedBytes]:
         """What a call of each unit saves; empty if that is not known, or not kept while there is room."""
         return {} if self.footprint is None or not self.keeps_what_fits else self.footprint.saved
 
     @functools.cached_property
-    def _known(self) -> dict[Away | None, Within]:
+    def _known(self) -> dict[ActivationPolicy | None, Within]:
         return {}
 
-    def within(self, away: Away | None) -> Within:
+    def within(self, away: ActivationPolicy | None) -> Within:
         """Return what a way with activations leaves to everything else."""
         if away not in self._known:
             self._known[away] = self._left(away)
         return self._known[away]
 
-    def _left(self, away: Away | None) -> Within:
+    def _left(self, away: ActivationPolicy | None) -> Within:
         footprint, names = self.footprint, (unit.name for unit in self.model.units)
         sending = None if away is None or footprint is None else away.of(footprint)
         return Within(self.limits, Activations.of(names, footprint, self.activation_share, sending))
 
-    def as_run(self, plan: Plan, away: Away | None) -> Plan:
+    def as_run(self, plan: Plan, away: ActivationPolicy | None) -> Plan:
         """Add the activations that leave, and those that there is room to keep. Args: plan: A plan without either."""
         within, saved = self.within(away), self.saved
         sending, room = within.activations.sending, within.activations.room

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from outcore.planner.search.evaluations import Looks
+from outcore.planner.search.evaluations import Evaluations
 from outcore.planner.search.job import Job
 from outcore.planner.search.plan_space import Candidate
 from outcore.planner.search.runners_up import SMALLEST_GAIN
@@ -24,7 +24,7 @@ _TRIED, _SIMULATED_UNITS = 120, 750
 T = TypeVar("T")
 
 
-def reordered(best: Candidate, looks: Looks, job: Job) -> Candidate:
+def reordered(best: Candidate, looks: Evaluations, job: Job) -> Candidate:
     """Try other orders of a candidate's updates: see [Note: orders]. Returns the candidate in the fastest one."""
 
     def seconds(others: list[Candidate]) -> list[float]:

@@ -1,6 +1,6 @@
 """Plans that a search tries: the kind of homes of every unit, slots, and where and when updates run.
 
-A candidate is small and can be compared; ``Choice.plan`` turns it into a plan. Units with the same kind of homes mostly
+A candidate is small and can be compared; ``PlanSpace.plan`` turns it into a plan. Units with the same kind of homes mostly
 stand side by side, since units in a row differ in when they are needed and in little else.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from outcore.planner.homes.activation_policies import Away
+from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.placement import shape_of
 from outcore.planner.homes.pools import Comfort, Need, Needs, build_pools, needs_of
 from outcore.planner.homes.share import can_be_staged, spread
@@ -26,7 +26,7 @@ from outcore.spec.reservations import can_be_early, tier_bytes
 from outcore.spec.schedule import ROOT
 
 
-class Kind(NamedTuple):
+class UnitHomes(NamedTuple):
     """Homes of a unit."""
 
     weights: Tier
@@ -35,14 +35,14 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("device", "device", "device"),
-    Kind("device", "device", "host"),
-    Kind("device", "host", "host"),
-    Kind("host", "host", "host"),
-    Kind("device", "host", "disk"),
-    Kind("host", "host", "disk"),
-    Kind("host", "disk", "disk"),
-    Kind("disk", "disk", "disk"),
+    UnitHomes("device", "device", "device"),
+    UnitHomes("device", "device", "host"),
+    UnitHomes("device", "host", "host"),
+    UnitHomes("host", "host", "host"),
+    UnitHomes("device", "host", "disk"),
+    UnitHomes("host", "host", "disk"),
+    UnitHomes("host", "disk", "disk"),
+    UnitHomes("disk", "disk", "disk"),
 )
 """The kinds of homes that are tried, from near to far."""
 ALL_DEVICE, ALL_HOST, ALL_DISK = KINDS[0], KINDS[3], KINDS[-1]
@@ -60,7 +60,7 @@ _MOST = {"prefetch_depth": 5, "num_buckets": 6, "max_slots_host": 4}
 class Candidate:
     """A plan in few words."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[UnitHomes, ...]
     """The kind of every unit, the root first."""
     comfort: Comfort = ROOMY
     share: float = 0.0
@@ -73,7 +73,7 @@ class Candidate:
     """Of the other updates, those with states on disk are spread among the rest, so that drive and host both work."""
     in_turn: bool = False
     """Units whose states are still in slots are updated in their turn, not first."""
-    saves: Away | None = None
+    saves: ActivationPolicy | None = None
     """What some units save beyond their arguments, or off the device; None if all save their arguments only."""
 
     @functools.cached_property
@@ -96,14 +96,14 @@ class Candidate:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
 
-class _Footprint(NamedTuple):
+class _UnitNeeds(NamedTuple):
     """What one unit takes: bytes of its homes by tier, and the slots that it needs."""
 
     nbytes: dict[Tier, int]
     needs: tuple[Need, ...]
 
 
-class Choice:
+class PlanSpace:
     """Turns candidates of one model into plans, and lists the candidates near one."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Choice:
         policy: Policy,
         accumulation_steps: int | None,
         may_be_early: bool,
-        ways: Sequence[Away | None] = (None,),
+        ways: Sequence[ActivationPolicy | None] = (None,),
     ) -> None:
         """Set what may be chosen.
 
@@ -186,7 +186,7 @@ class Choice:
         spread_out = [((place + 0.5) / len(group), i) for group in (slow, fast) for place, i in enumerate(group)]
         return _shortest([*named, *(i for _, i in sorted(spread_out))], self._trained)
 
-    def _tell(self, candidate: Candidate) -> list[tuple[Kind, bool, bool]]:
+    def _tell(self, candidate: Candidate) -> list[tuple[UnitHomes, bool, bool]]:
         """Return of every unit its homes, whether the device updates it, and whether its update is early."""
         if not candidate.share and not candidate.early:
             return [(kind, False, False) for kind in candidate.kinds]
@@ -196,21 +196,21 @@ class Choice:
         early = spread(others, candidate.early)
         return [(kind, i in staged, i in early) for i, kind in enumerate(candidate.kinds)]
 
-    def _tell_one(self, index: int, kind: Kind) -> tuple[bool, bool]:
+    def _tell_one(self, index: int, kind: UnitHomes) -> tuple[bool, bool]:
         """Return whether a unit can be updated on the device, and whether inside backward."""
         spec, unit = self._model.units[index], self._unit(index, kind)
         return spec.update_bytes <= self._most_staged_bytes and can_be_staged(unit), can_be_early(spec, unit)
 
-    def _measure(self, index: int, kind: Kind, is_staged: bool, is_early: bool) -> _Footprint:  # noqa: FBT001
+    def _measure(self, index: int, kind: UnitHomes, is_staged: bool, is_early: bool) -> _UnitNeeds:  # noqa: FBT001
         spec, unit = self._model.units[index], self._unit(index, kind, is_staged, is_early)
         alone = Plan(precision=self._model.precision, units=(unit,), pools=(), prefetch_depth=0)
         nbytes = tier_bytes(replace(self._model, units=(spec,)), alone)
-        return _Footprint(nbytes, tuple(needs_of(spec, unit, self._model)))
+        return _UnitNeeds(nbytes, tuple(needs_of(spec, unit, self._model)))
 
     def _write_unit(
         self,
         index: int,
-        kind: Kind,
+        kind: UnitHomes,
         is_staged: bool = False,  # noqa: FBT001, FBT002
         is_early: bool = False,  # noqa: FBT001, FBT002
     ) -> UnitPlan:
@@ -232,14 +232,14 @@ class Choice:
         return shared(plan, self._model.sharing)
 
     def uniform(
-        self, kind: Kind, comfort: Comfort = ROOMY, *, saves: Away | None = None, woven: bool = False
+        self, kind: UnitHomes, comfort: Comfort = ROOMY, *, saves: ActivationPolicy | None = None, woven: bool = False
     ) -> Candidate:
         """Return the candidate in which all units have the same kind."""
         return Candidate((kind,) * len(self._model.units), comfort, saves=saves, woven=woven)
 
     def of(self, plan: Plan) -> Candidate:
         """Return the candidate that is most like a plan, with ``share`` and ``early`` left at 0."""
-        kinds = tuple(Kind(unit.weights, unit.gradients, unit.states) for unit in plan.units)
+        kinds = tuple(UnitHomes(unit.weights, unit.gradients, unit.states) for unit in plan.units)
         slots = {(pool.tier, pool.kind): pool.num_slots for pool in plan.pools}
         most = max((n for (tier, _), n in slots.items() if tier == "host"), default=ROOMY.max_slots_host)
         buckets = slots.get(("device", "bucket"), ROOMY.num_buckets)
@@ -289,7 +289,7 @@ class Choice:
         """Return the candidate with some updates moved to another place in the order: see ``moved``."""
         return replace(candidate, first=moved(self._updated_first(candidate), self._trained, chance), woven=False)
 
-    def _other_ways(self, now: Away | None) -> Iterator[Away | None]:
+    def _other_ways(self, now: ActivationPolicy | None) -> Iterator[ActivationPolicy | None]:
         """Yield other ways with activations, and the same way for more or fewer units."""
         by = (0.5, 0.25, 1 / 8, 1 / len(self._model.units))
         for way in self._ways if len(self._ways) > 1 else ():
@@ -327,7 +327,7 @@ class Choice:
             for kind in KINDS:
                 yield replace(candidate, kinds=_filled(kinds, start, stop, kind))
 
-    def rank(self, kind: Kind) -> int:
+    def rank(self, kind: UnitHomes) -> int:
         """Return how far a kind is. A kind that is not in ``KINDS`` ranks as the first with its tier of states."""
         alike = (i for i, known in enumerate(KINDS) if known.states == kind.states)
         return KINDS.index(kind) if kind in KINDS else next(alike)
@@ -344,7 +344,7 @@ class Choice:
                 yield replace(candidate, kinds=_filled(_filled(kinds, i, i + 1, near), j, j + 1, far))
 
 
-def _filled(kinds: Sequence[Kind], start: int, stop: int, kind: Kind) -> tuple[Kind, ...]:
+def _filled(kinds: Sequence[UnitHomes], start: int, stop: int, kind: UnitHomes) -> tuple[UnitHomes, ...]:
     return (*kinds[:start], *((kind,) * (stop - start)), *kinds[stop:])
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from outcore.core.quantities import format_bytes
-from outcore.planner.homes.activation_policies import Away
-from outcore.planner.search.evaluations import Looks
-from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, Candidate, Kind
+from outcore.planner.homes.activation_policies import ActivationPolicy
+from outcore.planner.search.evaluations import Evaluations
+from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, Candidate, UnitHomes
 from outcore.spec.plan import Plan
 
 SMALLEST_GAIN = 1e-4
@@ -26,14 +26,14 @@ class RunnerUp:
     reason: str
 
 
-def uniform(looks: Looks, away: Away | None) -> dict[str, Candidate]:
+def uniform(looks: Evaluations, away: ActivationPolicy | None) -> dict[str, Candidate]:
     """Return plans in which all units have the same homes, by name. Some may not fit."""
     named = {"everything on the device": ALL_DEVICE, "all in host memory": ALL_HOST, "all on disk": ALL_DISK}
-    named["states on disk, the rest in host memory"] = Kind("host", "host", "disk")
+    named["states on disk, the rest in host memory"] = UnitHomes("host", "host", "disk")
     return {name: looks.choice.uniform(kind, saves=away) for name, kind in named.items()}
 
 
-def runners_up(looks: Looks, bare: Plan, away: Away | None, step_s: float) -> Iterator[RunnerUp]:
+def runners_up(looks: Evaluations, bare: Plan, away: ActivationPolicy | None, step_s: float) -> Iterator[RunnerUp]:
     """Yield simple plans, and why each lost.
 
     Args:
@@ -42,7 +42,9 @@ def runners_up(looks: Looks, bare: Plan, away: Away | None, step_s: float) -> It
         away: What becomes of its activations.
         step_s: Seconds of its step.
     """
-    others: Iterable[tuple[str, Plan, Away | None]] = [("filled tier by tier", looks.today, looks.first_way)]
+    others: Iterable[tuple[str, Plan, ActivationPolicy | None]] = [
+        ("filled tier by tier", looks.today, looks.first_way)
+    ]
     for name, candidate in uniform(looks, away).items():
         missing = looks.missing(candidate)
         if missing:

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from outcore.core.collecting import rarely_collecting
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planner.bound.bound import Bound
-from outcore.planner.homes.activation_policies import Away
-from outcore.planner.search.evaluations import Looks, Simulated
+from outcore.planner.bound.bound import StepBound
+from outcore.planner.homes.activation_policies import ActivationPolicy
+from outcore.planner.search.evaluations import Evaluations, Simulated
 from outcore.planner.search.job import Job
 from outcore.planner.search.orders import reordered
 from outcore.planner.search.plan_space import (
@@ -35,7 +35,7 @@ from outcore.planner.search.plan_space import (
     Candidate,
 )
 from outcore.planner.search.runners_up import SMALLEST_GAIN, RunnerUp, runners_up, uniform
-from outcore.planner.search.start_plans import Fillings
+from outcore.planner.search.start_plans import StartPlans
 from outcore.planner.search.wear import Named, least_worn, sparing
 from outcore.planner.timing.simulate import Simulation
 from outcore.spec.plan import Plan
@@ -91,11 +91,11 @@ class Found:
     """The plan without activations that leave."""
     fastest_s: float
     """Seconds of a step of the fastest plan that was seen. The plan that was found may write less: see ``wear``."""
-    looks: Looks = field(repr=False, compare=False)
+    looks: Evaluations = field(repr=False, compare=False)
     """For ``bound`` and ``runners_up``, which are worked out when a caller asks."""
 
     @functools.cached_property
-    def bound(self) -> Bound:
+    def bound(self) -> StepBound:
         """The bound of a step of the plan."""
         return self.looks.bound(self.bare, self.candidate.saves)
 
@@ -118,7 +118,7 @@ def search(job: Job, simulated: Simulated | None = None) -> Found:
 
     Cost: 100 units some 3 s.
     """
-    return _Search(job, simulated).found()
+    return _PlanSearch(job, simulated).found()
 
 
 @rarely_collecting()
@@ -131,7 +131,7 @@ def explain(job: Job, plan: Plan, candidate: Candidate | None = None, simulated:
         candidate: The same plan as a candidate, if known.
         simulated: As in ``search``.
     """
-    search = _Search(job, simulated)
+    search = _PlanSearch(job, simulated)
     return search.explain(plan, candidate or search.like(plan, job.ways[0]))
 
 
@@ -160,16 +160,16 @@ def estimate(
 
     Cost: 100 units some 1 s.
     """
-    return _Search(job, simulated).estimate(known, enough_s)
+    return _PlanSearch(job, simulated).estimate(known, enough_s)
 
 
 @rarely_collecting()
 def improve(job: Job, found: Estimate) -> Estimate:
     """Bring an estimate nearer to what ``search`` would find, by a few changes. Cost: 100 units some 1 s."""
-    return _Search(job).improve(found)
+    return _PlanSearch(job).improve(found)
 
 
-class _Tried(NamedTuple):
+class _SearchCounts(NamedTuple):
     """How many changes were simulated, bounded and seen up to and including one."""
 
     simulated: int
@@ -177,21 +177,21 @@ class _Tried(NamedTuple):
     seen: int
 
 
-class _Search:
+class _PlanSearch:
     """Finds good candidates for one job."""
 
     def __init__(self, job: Job, simulated: Simulated | None = None) -> None:
-        self._job, self._looks = job, Looks(job, simulated)
+        self._job, self._looks = job, Evaluations(job, simulated)
         self._choice, self._fits = self._looks.choice, self._looks.fits
-        self._fillings = Fillings(job, self._looks)
+        self._fillings = StartPlans(job, self._looks)
         self._compared: dict[Candidate, None] = {}
         """Candidates that were simulated and compared, in this order; however many are simulated at once."""
         units, visits = len(job.model.units), self._looks.num_played * job.model.micro_batches_in_unit
         least = min(_WITH_VISITS, _SIMULATED_UNITS // units) if units * visits <= _MOST_VISITS else _LEAST_SIMULATED
         self._budget = max(_LEAST_SIMULATED, least, min(_SIMULATED_UNITS // (units * visits), _MOST_SIMULATED))
 
-    def __reduce__(self) -> tuple[type[_Search], tuple[Job]]:  # for another process, which finds the same
-        return _Search, (self._job,)
+    def __reduce__(self) -> tuple[type[_PlanSearch], tuple[Job]]:  # for another process, which finds the same
+        return _PlanSearch, (self._job,)
 
     def found(self) -> Found:
         """Return the best plan, as the module says."""
@@ -225,7 +225,7 @@ class _Search:
 
     def _spared(self, job: Job) -> Named:
         """Search again, for other limits."""
-        found = _Search(job, self._looks.simulated).found()
+        found = _PlanSearch(job, self._looks.simulated).found()
         return found.bare, found.candidate
 
     def _lowest(self, candidates: Iterable[Candidate], most: int) -> list[Candidate]:
@@ -258,7 +258,7 @@ class _Search:
         units = self._looks.run(self._looks.plan(candidate), candidate.saves).units
         return len(self._job.ways) == 1 or all(unit.policy == "keep" for unit in units)
 
-    def like(self, plan: Plan, away: Away | None) -> Candidate:
+    def like(self, plan: Plan, away: ActivationPolicy | None) -> Candidate:
         """Return the candidate most like a plan: see ``Choice.of``."""
         return replace(self._choice.of(plan), saves=away)
 
@@ -312,7 +312,7 @@ class _Search:
         return [c for c in candidates if looks.busiest(c)[0] < enough_s and looks.coarse_s(c) < enough_s]
 
     def _soonest(
-        self, away: Away | None, known: Iterable[Candidate] = (), enough_s: float = math.inf
+        self, away: ActivationPolicy | None, known: Iterable[Candidate] = (), enough_s: float = math.inf
     ) -> list[Candidate]:
         """Return the filling with the lowest bound of a few, for one way with activations.
 
@@ -335,7 +335,7 @@ class _Search:
         first = [best for several in self._looks.simulated.over(self._soonest, ways) for best in several]
         return self._fastest(sorted(first, key=self._looks.coarse_s), _MOST_WAYS)
 
-    def _starts(self, ways: Iterable[Away | None]) -> Iterator[Candidate]:
+    def _starts(self, ways: Iterable[ActivationPolicy | None]) -> Iterator[Candidate]:
         """Yield the starts of the search that fit: see [Note: how it is found]."""
         today = self.like(self._looks.today, self._job.ways[0])
         yield from filter(self._fits, [today])
@@ -344,7 +344,7 @@ class _Search:
             for filled in several:
                 yield from (filled, *filter(self._fits, (replace(filled, early=part) for part in early)))
 
-    def _best_filled(self, away: Away | None) -> list[Candidate]:
+    def _best_filled(self, away: ActivationPolicy | None) -> list[Candidate]:
         """Return the fillings of one way with activations that are to be compared by their bounds."""
         fitting = filter(self._fits, dict.fromkeys(self._fillings.of(away)))
         ordered = sorted(fitting, key=lambda c: (self._looks.busiest(c), c.order))
@@ -352,7 +352,7 @@ class _Search:
 
     def _descend(self, best: Candidate, most: int, *, alone: bool = False) -> Candidate:
         """Take changes that make it faster, until none does or enough were tried. Args: alone: No pairs."""
-        seen, tried = {self._looks.same(best): None}, _Tried(0, 0, 1)
+        seen, tried = {self._looks.same(best): None}, _SearchCounts(0, 0, 1)
         while True:
             enough_s = self._looks.seconds(best) * (1 - SMALLEST_GAIN)
             faster = self._first_faster(self._open_around(best, enough_s, most, seen, tried, alone=alone), enough_s)
@@ -363,8 +363,8 @@ class _Search:
                 del seen[ahead]
 
     def _first_faster(
-        self, open_ones: Iterator[tuple[Candidate, _Tried]], enough_s: float
-    ) -> tuple[Candidate, _Tried] | None:
+        self, open_ones: Iterator[tuple[Candidate, _SearchCounts]], enough_s: float
+    ) -> tuple[Candidate, _SearchCounts] | None:
         """Return the first that is faster. Several are simulated at once; how many makes no difference."""
         looks, at_once = self._looks, 1 if self._fillings.is_small else self._looks.simulated.at_once
         while several := list(itertools.islice(open_ones, at_once)):
@@ -376,8 +376,15 @@ class _Search:
         return None
 
     def _open_around(
-        self, best: Candidate, enough_s: float, most: int, seen: dict[Candidate, None], tried: _Tried, *, alone: bool
-    ) -> Iterator[tuple[Candidate, _Tried]]:
+        self,
+        best: Candidate,
+        enough_s: float,
+        most: int,
+        seen: dict[Candidate, None],
+        tried: _SearchCounts,
+        *,
+        alone: bool,
+    ) -> Iterator[tuple[Candidate, _SearchCounts]]:
         """Yield changes that may take less than ``enough_s``. Args: tried: The counts so far."""
         looks, (simulated, bounded, _) = self._looks, tried
         for other in self._around(best, alone=alone):
@@ -392,7 +399,7 @@ class _Search:
             if looks.coarse_s(same) >= enough_s:
                 continue
             simulated += 1
-            yield other, _Tried(simulated, bounded, len(seen))
+            yield other, _SearchCounts(simulated, bounded, len(seen))
 
     def _again(self, best: Candidate, starts: Sequence[Candidate], most: int) -> Iterator[Candidate]:
         """Change starts again, in other orders, and other ones, unless they are far slower than the best candidate."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from outcore.planner.homes.activation_policies import Away
+from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.search.job import Job
 from outcore.planner.timing.profile import Profile, rates_for
 from outcore.planner.timing.rank_layout import ALONE, Ranks
@@ -34,7 +34,7 @@ class Setting:
     clipping: bool = True
     keeps_what_fits: bool = True
     """See ``Job``."""
-    ways: tuple[Away | None, ...] = (None,)
+    ways: tuple[ActivationPolicy | None, ...] = (None,)
     """What may become of activations: see ``Job``."""
     ranks: Ranks = ALONE
     """The ranks that train together. Batch size and micro-batches are per rank."""

@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from outcore.planner.homes.activation_policies import Away
+from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.share import balanced_share
-from outcore.planner.search.evaluations import Looks
+from outcore.planner.search.evaluations import Evaluations
 from outcore.planner.search.job import Job
 from outcore.planner.search.plan_space import (
     ALL_DEVICE,
@@ -23,7 +23,7 @@ from outcore.planner.search.plan_space import (
     SMALL,
     TIGHT,
     Candidate,
-    Kind,
+    UnitHomes,
 )
 from outcore.spec.schedule import ROOT
 
@@ -32,10 +32,10 @@ _BORDERS = (1, 2, 2, 3)
 """Numbers of borders between kinds in a candidate that is drawn."""
 
 
-class Fillings:
+class StartPlans:
     """Makes fillings for one job."""
 
-    def __init__(self, job: Job, looks: Looks) -> None:
+    def __init__(self, job: Job, looks: Evaluations) -> None:
         """Args: looks: What is known of the job's candidates."""
         self._ways, self._saved, self._looks, self._choice = job.ways, job.saved, looks, looks.choice
         self.shed, self.fill = functools.cache(self._shedding), functools.cache(self._filling)
@@ -75,7 +75,7 @@ class Fillings:
             if found is not None:
                 yield self.fill(found, ALL_DEVICE)
 
-    def of(self, away: Away | None) -> Iterator[Candidate]:
+    def of(self, away: ActivationPolicy | None) -> Iterator[Candidate]:
         """Yield candidates with one or two near kinds for as many units as fit, and a far kind for the rest."""
         is_small = self.is_small
         for far in self.far(away):
@@ -88,7 +88,7 @@ class Fillings:
                 for middle in (None, *KINDS[1:4]):
                     yield from self._nearer(start if middle is None else self.fill(start, middle), middle)
 
-    def _nearer(self, filled: Candidate, middle: Kind | None) -> Iterator[Candidate]:
+    def _nearer(self, filled: Candidate, middle: UnitHomes | None) -> Iterator[Candidate]:
         """Yield a filling, and fillings with a near kind for the first units. Their room goes to the next units."""
         yield filled
         for kind, first in itertools.product(KINDS[:3], range(1 + self.is_small)):
@@ -97,7 +97,7 @@ class Fillings:
                 count = sum(1 for _ in itertools.takewhile(kind.__eq__, nearer.kinds[first:]))
                 yield self.fill(nearer, middle, first=first + count)
 
-    def far(self, away: Away | None) -> Iterator[Candidate]:
+    def far(self, away: ActivationPolicy | None) -> Iterator[Candidate]:
         """Yield candidates with only the root on the device, as much as fits in host memory, and the rest on disk.
 
         Some fit only once units have moved nearer.
@@ -112,7 +112,7 @@ class Fillings:
                     break
                 yield uniform if kind == ALL_HOST else self.fill(uniform, ALL_HOST)
 
-    def _filling(self, candidate: Candidate, kind: Kind, *, first: int = 0) -> Candidate:
+    def _filling(self, candidate: Candidate, kind: UnitHomes, *, first: int = 0) -> Candidate:
         """Give a kind to as many units, from ``first`` on, as there is room for on the tiers that this fills."""
         count, kinds, looks = len(candidate.kinds) - first, candidate.kinds, self._looks
 
@@ -129,7 +129,7 @@ class Fillings:
         near = min((count * max(room[t] - before[t], 0) // (after[t] - before[t]) for t in grows), default=count)
         return filled(max(_first_true(lacks, count + 1, near) - 1, 0))
 
-    def _shedding(self, candidate: Candidate, kind: Kind) -> Candidate:
+    def _shedding(self, candidate: Candidate, kind: UnitHomes) -> Candidate:
         """Move nearer units to a kind that is farther, the last units first, and only as many as must be."""
         kinds, rank = candidate.kinds, self._choice.rank
         nearer = [i for i, now in enumerate(kinds) if rank(now) < rank(kind)][::-1]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planner.search.evaluations import Looks
+from outcore.planner.search.evaluations import Evaluations
 from outcore.planner.search.job import Job
 from outcore.planner.search.plan_space import ALL_HOST, Candidate
 from outcore.planner.timing.simulate import Simulation
@@ -36,7 +36,7 @@ def takes_more(one: Simulation, other: Simulation) -> bool:
     return one.written_s > _AS_MUCH * other.written_s
 
 
-def least_worn(plans: Sequence[Named], looks: Looks) -> tuple[Named, float]:
+def least_worn(plans: Sequence[Named], looks: Evaluations) -> tuple[Named, float]:
     """Return the plan to take, and the seconds of a step of the fastest one. See [Note: wear]."""
     looks.simulate(((plan, candidate.saves) for plan, candidate in plans), in_full=True)
     found = [(looks.simulation(plan, candidate.saves), (plan, candidate)) for plan, candidate in plans]
@@ -48,7 +48,7 @@ def least_worn(plans: Sequence[Named], looks: Looks) -> tuple[Named, float]:
 
 
 def sparing(
-    plans: Sequence[Named], compared: Iterable[Candidate], looks: Looks, search: Callable[[Job], Named]
+    plans: Sequence[Named], compared: Iterable[Candidate], looks: Evaluations, search: Callable[[Job], Named]
 ) -> list[Named]:
     """Return plans that write less than the best one and are about as fast: see [Note: wear].
 
@@ -76,7 +76,7 @@ def sparing(
     return found
 
 
-def _off_the_disk(candidate: Candidate, looks: Looks) -> Iterator[Candidate]:
+def _off_the_disk(candidate: Candidate, looks: Evaluations) -> Iterator[Candidate]:
     """Yield the candidate with as many of its units as fit in host memory, not on disk; also with their weights there.
 
     Args:

@@ -46,7 +46,7 @@ def counted_work(cut: Partition, sample: Mapping[str, Any], device: torch.device
     counter = _Counter(cut.modules[0], may_be_causal=hasattr(cut.modules[0], "config") and _hides_nothing(sample))
     with on_shapes(cut, sample, device) as shapes, ExitStack() as undo:
         for unit, module in zip(cut.spec.units[1:], cut.modules[1:], strict=True):
-            undo.callback(stand_in(module, _Unit(unit.name, module, counter).call))
+            undo.callback(stand_in(module, _CountedUnit(unit.name, module, counter).call))
         with counter:
             shapes.forward(lambda _: None)
     return {unit.name: _work_of(counter.work[unit.name]) for unit in cut.spec.units}
@@ -68,7 +68,7 @@ def _hides_nothing(sample: Mapping[str, Any]) -> bool:
     return mask is None or (isinstance(mask, torch.Tensor) and not mask.is_meta and bool(mask.all()))
 
 
-class _Unit:
+class _CountedUnit:
     """Counts the calls of a unit. Of calls that do the same, only one is followed."""
 
     def __init__(self, name: str, module: nn.Module, counter: _Counter) -> None:

@@ -46,16 +46,16 @@ def link_number(lane: str) -> int:
     return _NUMBERS.get(lane, _NONE)
 
 
-class _Room(NamedTuple):
+class _SharedResource(NamedTuple):
     """A resource: it is used up when the parts that links take of it add up to 1."""
 
     parts: tuple[float, ...]
     """Part that an operation at full speed takes, by link number."""
 
-    def among(self, counts: Sequence[int]) -> _Room:
+    def among(self, counts: Sequence[int]) -> _SharedResource:
         """Return the resource as links use it now: a link that is alone takes no more than all of it."""
         taking = sum(bool(count and part) for count, part in zip(counts, self.parts, strict=True))
-        return self if taking > 1 else _Room(tuple(min(part, 1.0) for part in self.parts))
+        return self if taking > 1 else _SharedResource(tuple(min(part, 1.0) for part in self.parts))
 
 
 class Fair(dict[int, Sequence[float]]):
@@ -67,8 +67,10 @@ class Fair(dict[int, Sequence[float]]):
     def __init__(self, rates: Rates) -> None:
         super().__init__()
         numbers = range(len(LINKS))
-        self._rooms = [_Room(tuple(float(i == j) for j in numbers)) for i in numbers]
-        self._rooms += [_Room(tuple(shared.parts.get(link, 0.0) for link in LINKS)) for shared in rates.shared]
+        self._rooms = [_SharedResource(tuple(float(i == j) for j in numbers)) for i in numbers]
+        self._rooms += [
+            _SharedResource(tuple(shared.parts.get(link, 0.0) for link in LINKS)) for shared in rates.shared
+        ]
         firsts = [next((s.parts[link] for s in rates.shared if s.parts.get(link)), 1.0) for link in LINKS]
         self._steps = [1.0 / first for first in firsts]  # so all take equal amounts of the first thing they share
         self._kept = {
@@ -105,7 +107,7 @@ class Fair(dict[int, Sequence[float]]):
         return [min(speed, 1.0) if count else 1.0 for speed, count in zip(speeds, counts, strict=True)]
 
 
-def _left(room: _Room, counts: Sequence[int], speeds: Sequence[float], steps: Mapping[int, float]) -> float:
+def _left(room: _SharedResource, counts: Sequence[int], speeds: Sequence[float], steps: Mapping[int, float]) -> float:
     """Return how far speeds can rise until ``room`` is used up. Args: steps: Link number -> its rise, if it rises."""
     used = sum(count * part * speed for count, part, speed in zip(counts, room.parts, speeds, strict=True))
     taken = sum(counts[i] * room.parts[i] * step for i, step in steps.items())

@@ -83,7 +83,7 @@ def play(tasks: Sequence[Task], rates: Rates) -> Played:
     return player.played
 
 
-class _Turns:
+class _AttemptTurns:
     """Decides whether an attempt is made, at the moment when its first task is submitted and next in its lane."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Player:
 
     def __init__(self, tasks: list[Task], rates: Rates) -> None:
         self.played = Played(tasks, [], [], [])
-        self.turns = _Turns()
+        self.turns = _AttemptTurns()
         self._waiting: list[int] = []
         """Number of unfinished tasks that each task waits for."""
         self._successors: list[list[int]] = []

@@ -85,7 +85,7 @@ def _over(part: Any, count: float, *fields: str) -> Any:
     return dataclasses.replace(part, **{field: getattr(part, field) / count for field in fields})
 
 
-class Between(NamedTuple):
+class RankRates(NamedTuple):
     """Rates of transfers between ranks."""
 
     bytes_per_s: Mapping[str, float]
@@ -96,7 +96,7 @@ class Between(NamedTuple):
     """Link -> the part that it takes of one rank's share of host memory."""
 
 
-def between(hardware: Hardware, ranks: Ranks) -> Between:
+def between(hardware: Hardware, ranks: Ranks) -> RankRates:
     """Return the rates at which a rank receives from others. See [Note: between ranks].
 
     Args:
@@ -104,7 +104,7 @@ def between(hardware: Hardware, ranks: Ranks) -> Between:
         ranks: All ranks. A single rank receives nothing.
     """
     if ranks.size == 1:
-        return Between({}, {}, (), {})
+        return RankRates({}, {}, (), {})
     links, network, bus = links_of(hardware), network_of(hardware), hardware.bus
     inside = (ranks.per_node - 1) / (ranks.size - 1)
     outside, meets = 1 - inside, float(ranks.per_node > 1)
@@ -131,4 +131,4 @@ def between(hardware: Hardware, ranks: Ranks) -> Between:
         if links.through_host:  # bytes are written there and read again
             here = hardware.host.bytes_per_s / ranks.per_node
             host_parts = {link: 2 * rate / here for link, rate in inner.items()}
-    return Between(rates, dict.fromkeys(rates, latency_s), shared, host_parts)
+    return RankRates(rates, dict.fromkeys(rates, latency_s), shared, host_parts)

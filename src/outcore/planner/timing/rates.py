@@ -155,7 +155,7 @@ class Rates:
         return seconds if is_on_host else seconds + spec.update_flops / self.product_flops_per_s
 
 
-class Pace:
+class OperationTimes:
     """Seconds of the operations of a plan."""
 
     def __init__(self, model: ModelSpec, plan: Plan, rates: Rates, *, clips: bool = False) -> None:

@@ -25,7 +25,7 @@ from outcore.order.attempts import Attempt
 from outcore.order.weight_cache import nothing_held
 from outcore.planner.paper.paper_schedule import Circumstances, consecutive
 from outcore.planner.timing.player import Played, Player, Task, play
-from outcore.planner.timing.rates import Pace, Rates
+from outcore.planner.timing.rates import OperationTimes, Rates
 from outcore.spec.lane_names import COPY_LANES, Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
@@ -171,7 +171,7 @@ def play_steps(
     """Play steps as ``simulate`` does, and return all operations. Args: says_where: Note what they read and write."""
     circumstances = circumstances or Circumstances()
     given = (model, plan, visits, nothing_held(plan), circumstances)
-    pace, num_steps = Pace(model, plan, rates, clips=circumstances.clips), MEASURED
+    pace, num_steps = OperationTimes(model, plan, rates, clips=circumstances.clips), MEASURED
     if circumstances.overtaken is None and any(unit.early for unit in plan.units):
         clock = PlayedClock(pace, rates)
         num_steps = clock.settle(consecutive(*given, clock, says_where=says_where), warm_up)
@@ -210,7 +210,7 @@ def _within_two(row: Sequence[Operation], before: Sequence[Operation]) -> Sequen
     return [op._replace(after=tuple([i for i in op.after if i >= oldest])) for op in row] if is_older else row
 
 
-class _Part(NamedTuple):
+class _OperationKind(NamedTuple):
     """The properties of an operation that are the same every time it is laid out."""
 
     name: str
@@ -226,7 +226,7 @@ class _Part(NamedTuple):
 class _Laying:
     """Lays operations out as tasks with durations, each after what the host does before it submits the operation."""
 
-    def __init__(self, pace: Pace, rates: Rates) -> None:
+    def __init__(self, pace: OperationTimes, rates: Rates) -> None:
         self._pace, self._rates = pace, rates
         self.laid = Laid([], [], [])
         self.submitted: list[tuple[int, ...]] = []
@@ -237,7 +237,7 @@ class _Laying:
         """Task -> what must be over before the task is issued; for work of the host, the task itself."""
         self._last: dict[str, int] = {}
         """Lane of copies -> its last task."""
-        self._known: dict[tuple[object, ...], _Part] = {}
+        self._known: dict[tuple[object, ...], _OperationKind] = {}
 
     def add(self, operations: Iterable[Operation]) -> None:
         """Lay out more operations of a step."""
@@ -315,12 +315,12 @@ class _Laying:
             latest[lane] = max(i, latest.get(lane, -1))
         return tuple(latest.values())
 
-    def _part(self, op: Operation) -> _Part:
+    def _part(self, op: Operation) -> _OperationKind:
         pace, is_visit = self._pace, self._rates.host_runs_ahead and op.kind in _VISITS
         submit_s = pace.host_visit_s(op.unit) if is_visit else 0.0
         launch_s = pace.launch_s(op.unit, op.kind) if is_visit else 0.0
         is_on_host = op.lane not in _COPY_LANES or (op.lane == _GATHER and pace.gathers_on_host(op.unit))
-        return _Part(op.name, pace.seconds(op), is_on_host, submit_s, launch_s, op.kind == _USE_ACTIVATIONS)
+        return _OperationKind(op.name, pace.seconds(op), is_on_host, submit_s, launch_s, op.kind == _USE_ACTIVATIONS)
 
     def end_step(self) -> None:
         """End the step: the next operations belong to another one."""
@@ -332,7 +332,7 @@ def _are_equal(some: Sequence[float], others: Sequence[float]) -> bool:
     return all(math.isclose(one, other, rel_tol=_EQUAL) for one, other in zip(some, others, strict=True))
 
 
-def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> Laid:
+def tasks_of(steps: Iterable[Sequence[Operation]], pace: OperationTimes, rates: Rates) -> Laid:
     """Lay steps out as tasks."""
     laying = _Laying(pace, rates)
     for operations in steps:
@@ -344,7 +344,7 @@ def tasks_of(steps: Iterable[Sequence[Operation]], pace: Pace, rates: Rates) -> 
 class PlayedClock:
     """Plays steps while they are laid out. See ``planner.paper.paper_port.Clock``."""
 
-    def __init__(self, pace: Pace, rates: Rates) -> None:
+    def __init__(self, pace: OperationTimes, rates: Rates) -> None:
         self._laying = _Laying(pace, rates)
         self._player = Player(self._laying.laid.tasks, rates)
         self._operations: list[Operation] = []

@@ -15,7 +15,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "
 _LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 
 
-class Read(NamedTuple):
+class ReadResult(NamedTuple):
     """What became of a row."""
 
     fields: Mapping[str, Any]
@@ -24,7 +24,7 @@ class Read(NamedTuple):
     """What to tell the user, once; None: nothing."""
 
 
-def read_foreign(where: str, fields: Mapping[str, Any]) -> Read:
+def read_foreign(where: str, fields: Mapping[str, Any]) -> ReadResult:
     """Rename the fields of a row of ShareGPT or Alpaca; any other row comes back as it is.
 
     Raises:
@@ -32,12 +32,12 @@ def read_foreign(where: str, fields: Mapping[str, Any]) -> Read:
     """
     renamed = {key: _messages(fields[key]) if key in _LISTS else value for key, value in fields.items()}
     if isinstance(renamed.get("conversations"), list) and renamed.get("messages") is None:
-        return Read(_from_conversations(renamed), SHARE_GPT)
+        return ReadResult(_from_conversations(renamed), SHARE_GPT)
     if isinstance(renamed.get("instruction"), str) and renamed.get("prompt") is None and renamed.get("text") is None:
         found = _from_instruction(where, renamed)
-        return Read(fields, None) if found is None else Read(found, ALPACA)
+        return ReadResult(fields, None) if found is None else ReadResult(found, ALPACA)
     is_renamed = any(renamed[key] is not value for key, value in fields.items())
-    return Read(renamed, SHARE_GPT) if is_renamed else Read(fields, None)
+    return ReadResult(renamed, SHARE_GPT) if is_renamed else ReadResult(fields, None)
 
 
 def with_prompt(where: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from datasets.exceptions import DatasetsError
 
 from outcore.command.train.data.readers import find_files, read_records, without_nulls_inside
 from outcore.command.train.data.records import COLUMNS, Kind, Record, Rows
-from outcore.command.train.data.sources import Source, drawn, hub_name, shares, sources_of
+from outcore.command.train.data.sources import DataSource, drawn, hub_name, shares, sources_of
 from outcore.command.train.methods import FINE_TUNING, Method
 from outcore.core.errors import ConfigError
 
@@ -68,7 +68,7 @@ def load_data(names: Sequence[str], *, flag: str, cache: Path, method: Method = 
         raise ConfigError(f"{flag} {error}") from error
 
 
-def _build(sources: Sequence[Source], folder: Path, method: Method, seed: int) -> Data:
+def _build(sources: Sequence[DataSource], folder: Path, method: Method, seed: int) -> Data:
     checked, counts = Rows(method), list[int]()
     rows = _rows(sources, checked, counts)
     first = next(rows)
@@ -88,7 +88,7 @@ def _build(sources: Sequence[Source], folder: Path, method: Method, seed: int) -
     return Data(data, form.kind, form.is_conversational, checked.notices(), said)
 
 
-def _rows(sources: Sequence[Source], checked: Rows, counts: list[int]) -> Iterator[dict[str, Any]]:
+def _rows(sources: Sequence[DataSource], checked: Rows, counts: list[int]) -> Iterator[dict[str, Any]]:
     """Yield the rows of all sources. Args: counts: Gets the number of rows of each."""
     for source in sources:
         counts.append(0)
@@ -102,7 +102,7 @@ def _rows(sources: Sequence[Source], checked: Rows, counts: list[int]) -> Iterat
 
 
 def _drawn(
-    data: datasets.Dataset, sources: Sequence[Source], counts: Sequence[int], seed: int
+    data: datasets.Dataset, sources: Sequence[DataSource], counts: Sequence[int], seed: int
 ) -> tuple[datasets.Dataset, tuple[str, ...]]:
     """Draw rows by weight, if there are weights. Returns: The rows, and how many of each source they are, in words."""
     weights = [source.weight for source in sources if source.weight is not None]

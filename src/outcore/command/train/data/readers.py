@@ -42,7 +42,7 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
 
 
-class _Line(NamedTuple):
+class _SourceLine(NamedTuple):
     number: int
     offset: int
     """Bytes before the line in the file."""
@@ -197,7 +197,7 @@ _READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = dict(
 )
 
 
-def _lines(path: Path, limit_bytes: int) -> Iterator[_Line]:
+def _lines(path: Path, limit_bytes: int) -> Iterator[_SourceLine]:
     """Yield lines with their ends, as bytes: the place of what cannot be decoded must be known."""
     with _readable(path), path.open("rb") as file:
         offset = _skip_mark(path, file)
@@ -214,7 +214,7 @@ def _lines(path: Path, limit_bytes: int) -> Iterator[_Line]:
                     f"{_where(path, number)}: expected text, but there is a zero byte at byte "
                     f"{offset + content.index(0)}; it is a binary file, or text in another encoding than UTF-8"
                 )
-            yield _Line(number, offset, content)
+            yield _SourceLine(number, offset, content)
             offset += len(content)
 
 
@@ -227,7 +227,7 @@ def _skip_mark(path: Path, file: BinaryIO) -> int:
     return skipped
 
 
-def _decoded(path: Path, line: _Line) -> str:
+def _decoded(path: Path, line: _SourceLine) -> str:
     try:
         return line.content.decode()
     except UnicodeDecodeError as error:

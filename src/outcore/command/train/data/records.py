@@ -40,7 +40,7 @@ class Record(NamedTuple):
     """Values by name; nothing about them has been checked."""
 
 
-class Form(NamedTuple):
+class RowFormat(NamedTuple):
     """What all rows of one data set share."""
 
     kind: Kind
@@ -75,7 +75,7 @@ class Rows:
             method: What the rows are for.
         """
         self._method = method
-        self.first: tuple[str, Form] | None = None
+        self.first: tuple[str, RowFormat] | None = None
         """Place and form of the first row."""
         self.used: set[str] = set()
         """Optional columns that some row needs."""
@@ -133,11 +133,11 @@ class Rows:
             self._unused |= dict.fromkeys(str(key) for key in record.fields if key not in row)
 
 
-def _form_of(record: Record, method: Method) -> Form:
+def _form_of(record: Record, method: Method) -> RowFormat:
     fields = record.fields
     for kind in method.kinds:
         if all(fields.get(key) is not None for key in _KEYS[kind]):
-            return Form(kind, kind != "text" and (kind == "messages" or isinstance(fields["prompt"], list)))
+            return RowFormat(kind, kind != "text" and (kind == "messages" or isinstance(fields["prompt"], list)))
     misfit = method.misfit(fields)
     if misfit is not None:
         raise ConfigError(f"{record.where}: {misfit}")

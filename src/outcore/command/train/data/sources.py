@@ -20,7 +20,7 @@ SUFFIXES = (".txt", ".jsonl", ".csv", ".parquet")
 _HUB_NAME = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(:((?P<config>[\w.-]+):)?(?P<split>\w+(\[.*\])?))?")
 
 
-class Source(NamedTuple):
+class DataSource(NamedTuple):
     """One of the things that rows come from."""
 
     name: str
@@ -28,7 +28,7 @@ class Source(NamedTuple):
     """None: all of its rows come, each once."""
 
 
-def sources_of(names: Sequence[str]) -> list[Source]:
+def sources_of(names: Sequence[str]) -> list[DataSource]:
     """Read names as they were given: ``NAME`` or ``NAME:WEIGHT``. A path that is there is a path, whatever its name.
 
     Raises:
@@ -46,21 +46,21 @@ def sources_of(names: Sequence[str]) -> list[Source]:
     return sources
 
 
-def _source(name: str) -> Source:
+def _source(name: str) -> DataSource:
     path, colon, text = name.rpartition(":")
     if not colon or os.path.lexists(os.path.expanduser(name)):
-        return Source(name, None)
+        return DataSource(name, None)
     weight = None
     with suppress(ValueError):
         weight = float(text)
     if weight is None and not os.path.lexists(os.path.expanduser(path)):
-        return Source(name, None)  # the split of a data set on the hub
+        return DataSource(name, None)  # the split of a data set on the hub
     if weight is None or not 0 < weight < math.inf:
         raise ConfigError(
             f"'{name}': expected a file or a directory, or a weight above 0 after the colon, but got '{text}'; "
             "correct it"
         )
-    return Source(path, weight)
+    return DataSource(path, weight)
 
 
 def refuse_absent(names: Sequence[str], flag: str) -> None:

@@ -18,7 +18,7 @@ _SAMPLE_BYTES = 2**24
 
 
 @final
-class Saves:
+class SaveDurations:
     """The saves of a run, measured as they come."""
 
     def __init__(self, *, every_minutes: float | None, first_s: Callable[[], float]) -> None:

@@ -31,7 +31,7 @@ from typing import Any, Self, final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from outcore.command.train.loop.measured_saves import Saves
+from outcore.command.train.loop.measured_saves import SaveDurations
 from outcore.integrations.trainer_saves import EndedAtOnceError
 from outcore.ranks.world import World
 
@@ -51,7 +51,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
     See [Note: what a signal does].
     """
 
-    def __init__(self, saves: Saves, grace_s: float) -> None:
+    def __init__(self, saves: SaveDurations, grace_s: float) -> None:
         """Handle nothing yet. Args: grace_s: Seconds from the first signal until the process is gone."""
         self.saves, self.grace_s = saves, grace_s
         self.owed: Callable[[], None] | None = None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from outcore.command.train.output.record import Content
-from outcore.command.train.planned_run import Job
+from outcore.command.train.planned_run import PlannedRun
 from outcore.core.quantities import format_bytes
 from outcore.device.opening import device_name
 from outcore.spec.model import ParamSpec
@@ -32,7 +32,7 @@ class Length(NamedTuple):
         return cls(int(steps_per_epoch), int(steps))
 
 
-def facts_of_model(job: Job) -> dict[str, str]:
+def facts_of_model(job: PlannedRun) -> dict[str, str]:
     """Return device, parameters, bytes and budgets: name -> text."""
     settings, planned = job.settings, job.model
     on_cpu = settings.training["use_cpu"]

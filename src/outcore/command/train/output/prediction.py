@@ -72,7 +72,7 @@ class PredictedStep(NamedTuple):
 
 
 @final
-class Comparison:
+class PredictionComparison:
     """Compares steps with their prediction, if there is one."""
 
     def __init__(self, predicted: PredictedStep | None) -> None:

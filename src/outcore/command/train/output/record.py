@@ -25,8 +25,8 @@ from outcore.checkpoint.find_checkpoints import RECORD
 from outcore.command.train.model.source import ModelSource
 from outcore.command.train.settings.description import defaults
 from outcore.command.train.settings.given_settings import shown
-from outcore.command.train.settings.outcore_settings import Own
-from outcore.command.train.settings.run_settings import Settings
+from outcore.command.train.settings.outcore_settings import OutcoreSettings
+from outcore.command.train.settings.run_settings import RunSettings
 from outcore.command.train.settings.schema import SHORT_NAMES
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
@@ -50,7 +50,7 @@ _BY_MEASURES = ("reduce_lr_on_plateau", "greedy")  # schedules that no formula b
 _LENGTHS = ("max_steps", "num_train_epochs")  # the steps that they come to are compared
 _PACKING = ("packing", "packing_strategy")  # follow from the data where they are not given
 _OF_TRL = ("max_grad_norm", "optim", "packing", "seed", "report_to")
-_WITH_FLAGS = (*_OF_TRL, *(field.name for field in dataclasses.fields(Own)))
+_WITH_FLAGS = (*_OF_TRL, *(field.name for field in dataclasses.fields(OutcoreSettings)))
 _FLAGS = {name: name for name in _WITH_FLAGS} | {full: short for short, full in reversed(list(SHORT_NAMES.items()))}
 _FLAGS["base"] = "load_in_4bit/--load-in-8bit"
 _NOT_OF_A_MODEL = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -116,7 +116,7 @@ class RunRecord:
     """Whether the evaluation after the checkpoint's step was given up, and is to be made up for."""
 
     @classmethod
-    def of(cls, settings: Settings, source: ModelSource) -> Self:
+    def of(cls, settings: RunSettings, source: ModelSource) -> Self:
         """Record what is known before the data is read."""
         values = dict(defaults(settings.method))
         values |= settings.training

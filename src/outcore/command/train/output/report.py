@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Self, TextIO, final
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from outcore.command.progress import Shown, StepReport, progress
+from outcore.command.progress import ProgressFunctions, StepReport, progress
 from outcore.command.train.loop.nonfinite import finite
 from outcore.command.train.output.folder import METRICS, PLAN, OutputFolder
-from outcore.command.train.output.prediction import Comparison, LaneTimes
+from outcore.command.train.output.prediction import LaneTimes, PredictionComparison
 from outcore.command.train.output.record import RunRecord
 from outcore.command.train.output.trace import StepTracer, TraceFile
 from outcore.core.quantities import format_bytes
@@ -36,12 +36,12 @@ WATCHED_STEPS = 3
 """Steps in which lanes are watched to say why steps are far off."""
 
 
-class Expected(NamedTuple):
+class ExpectedRun(NamedTuple):
     """What a plan is expected to take."""
 
     peak_bytes: Mapping[Tier, int]
     """Bytes that the run takes on each tier; activations come on top."""
-    comparison: Comparison
+    comparison: PredictionComparison
     """Compares the predicted steps with those that come."""
 
 
@@ -55,7 +55,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         output: OutputFolder,
         trace: TraceFile | None,
         *,
-        planned: Expected,
+        planned: ExpectedRun,
         replan: Callable[[int], bool] | None = None,
     ) -> None:
         """Report nothing yet.
@@ -70,19 +70,19 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         """
         self._console, self._output, self._trace = console, output, trace
         self._closing = ExitStack()
-        self._shown: Shown
+        self._shown: ProgressFunctions
         self._file: TextIO
         self._optimizer: StreamedOptimizer
         self._replan = replan
         self.expect(planned)
-        self._meter: _Meter
+        self._meter: _StepMeter
         self._reported = (0, 0)  # steps and tokens
         self._tracer: StepTracer | None = None
         self._begun_s = time.perf_counter()
         self._summary: dict[str, str] = {}
         self._trained = (0, 0, 0.0)  # steps, tokens and seconds of this run
 
-    def expect(self, planned: Expected) -> None:
+    def expect(self, planned: ExpectedRun) -> None:
         """Set what is expected of the steps that follow."""
         self._planned = planned
 
@@ -114,7 +114,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             self._tracer = StepTracer(self._trace, recorder, done=state.global_step, steps=state.max_steps)
             self._closing.callback(self._tracer.close)
         self._reported = (state.global_step, 0)
-        self._meter = _Meter(self._optimizer)
+        self._meter = _StepMeter(self._optimizer)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -281,7 +281,7 @@ def _place_of(line: str) -> tuple[float, bool]:
 
 
 @final
-class _Meter:
+class _StepMeter:
     """Measures the steps since the last line, without what ran between them."""
 
     def __init__(self, optimizer: StreamedOptimizer) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from outcore.command.train.data.sources import refuse_absent
 from outcore.command.train.model.place import find_place
-from outcore.command.train.settings.given_settings import Given, from_assignments, from_flags
+from outcore.command.train.settings.given_settings import GivenSetting, from_assignments, from_flags
 from outcore.command.train.settings.schema import SECTIONS, SHORT_NAMES
 from outcore.command.train.settings.yaml_file import read_yaml
 from outcore.core.errors import ConfigError
@@ -55,7 +55,7 @@ def refuse_incomplete(names: Collection[str]) -> None:
         )
 
 
-def _texts(given: Given | None) -> list[str]:
+def _texts(given: GivenSetting | None) -> list[str]:
     """Return what was typed where that is text, or a list of texts; anything else is refused by its type, later."""
     value = None if given is None else given.value
     values = value if isinstance(value, list) else [value]

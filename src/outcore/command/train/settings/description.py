@@ -8,11 +8,11 @@ from typing import Any
 
 from outcore.command.train.methods import Method
 from outcore.command.train.settings.outcore_settings import RunOptions
-from outcore.command.train.settings.run_settings import Settings
+from outcore.command.train.settings.run_settings import RunSettings
 from outcore.command.train.settings.schema import DEFAULTS
 
 
-def describe(settings: Settings) -> dict[str, str]:
+def describe(settings: RunSettings) -> dict[str, str]:
     """Say what a run will do: all that was set, and the defaults that matter. Name -> text, in reading order."""
     values = dict(defaults(settings.method)) | dict(settings.training)
     said = {"model": settings.model, "data": settings.data_name, "out": str(settings.out)}
@@ -65,7 +65,7 @@ def defaults(method: Method) -> Iterator[tuple[str, Any]]:
         yield field.name, field.default if make is dataclasses.MISSING else make()
 
 
-def _said_of_training(settings: Settings, values: Mapping[str, Any]) -> dict[str, str]:
+def _said_of_training(settings: RunSettings, values: Mapping[str, Any]) -> dict[str, str]:
     steps, warmup = values["max_steps"], values["warmup_steps"]
     batch, accumulated = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
     longest = "of any length" if values["max_length"] is None else f"of at most {values['max_length']} tokens"
@@ -94,7 +94,7 @@ def _said_of_training(settings: Settings, values: Mapping[str, Any]) -> dict[str
     }
 
 
-def _said_of_rows(settings: Settings, values: Mapping[str, Any]) -> Iterator[str]:
+def _said_of_rows(settings: RunSettings, values: Mapping[str, Any]) -> Iterator[str]:
     if "beta" in values:
         yield f"in pairs; beta {values['beta']:g}, loss {', '.join(values['loss_type'])}"
     elif "packing" in settings.training:  # else it follows from the data

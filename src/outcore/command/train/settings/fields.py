@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from outcore.command.train.settings.given_settings import Given, from_yaml, shown
+from outcore.command.train.settings.given_settings import GivenSetting, from_yaml, shown
 from outcore.core.errors import ConfigError
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -58,7 +58,7 @@ def _admitted(member: Any, text: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Setting:
+class CheckedSetting:
     """A setting whose name and value are right by themselves."""
 
     value: Any
@@ -66,14 +66,14 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Kind:
+class SettingKind:
     """The values that one setting takes."""
 
     hint: Any
     default: Any
     """``dataclasses.MISSING`` where there is none, or none that is worth saying."""
 
-    def read(self, given: Given) -> Any:
+    def read(self, given: GivenSetting) -> Any:
         """Return the setting's value from what was given.
 
         Raises:
@@ -108,7 +108,7 @@ class Kind:
         inside = "" if shown(error["input"]) == shown(error["value"]) else f" for {shown(error['input'])}"
         return f"{'a number ' if said.startswith(('greater', 'less')) else ''}{said}{inside}"
 
-    def _repair(self, given: Given) -> str:
+    def _repair(self, given: GivenSetting) -> str:
         near = difflib.get_close_matches(shown(given.value).strip("'"), self._words, n=1)
         if near and near[0] == given.value:  # the word is right, and belongs into a list
             return f"give it as a list: [{near[0]}]"
@@ -134,7 +134,7 @@ def _says(errors: Iterable[Mapping[str, Any]]) -> int:
     return 2 * any(kind.startswith(_JUDGED) for kind in kinds) + ("literal_error" in kinds) - ("json_invalid" in kinds)
 
 
-def _readings(given: Given) -> Iterator[object]:
+def _readings(given: GivenSetting) -> Iterator[object]:
     value = given.value
     yield value
     if given.text is not None:

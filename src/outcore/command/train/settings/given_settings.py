@@ -51,7 +51,7 @@ for _kind, _pattern in (("int", _INT), ("float", _FLOAT)):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class GivenSetting:
     """One setting as it was given, before its name and value are checked."""
 
     key: str
@@ -62,18 +62,18 @@ class Given:
     text: str | None = None
     """What was typed, if that is known and not null."""
 
-    def section(self, items: Mapping[object, object]) -> Iterator[Given]:
+    def section(self, items: Mapping[object, object]) -> Iterator[GivenSetting]:
         """Take apart a mapping that was given for a section as a whole."""
         for key, value in items.items():
-            yield Given(key=f"{self.key}.{key}", value=value, where=f"{self.where}, {key}")
+            yield GivenSetting(key=f"{self.key}.{key}", value=value, where=f"{self.where}, {key}")
 
 
-def from_flags(flags: Mapping[str, object]) -> list[Given]:
+def from_flags(flags: Mapping[str, object]) -> list[GivenSetting]:
     """Read what the command line's own options hold: name -> value."""
-    return [Given(key=key, value=value, where=f"--{key.replace('_', '-')}") for key, value in flags.items()]
+    return [GivenSetting(key=key, value=value, where=f"--{key.replace('_', '-')}") for key, value in flags.items()]
 
 
-def from_assignments(assignments: Sequence[str]) -> list[Given]:
+def from_assignments(assignments: Sequence[str]) -> list[GivenSetting]:
     """Read ``--set`` options. A value is YAML; what is not YAML is text.
 
     Raises:
@@ -88,14 +88,16 @@ def from_assignments(assignments: Sequence[str]) -> list[Given]:
     return found
 
 
-def _assignment(assignment: str) -> Given:
+def _assignment(assignment: str) -> GivenSetting:
     key, equals, text = assignment.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
             f"--set: expected KEY=VALUE, but got {shown(assignment)}; write for example --set learning_rate=1e-4"
         )
     value = from_yaml(text)
-    return Given(key=key.strip(), value=value, where=f"--set {key.strip()}", text=None if value is None else text)
+    return GivenSetting(
+        key=key.strip(), value=value, where=f"--set {key.strip()}", text=None if value is None else text
+    )
 
 
 def from_yaml(text: str) -> object:

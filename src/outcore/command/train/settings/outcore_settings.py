@@ -88,7 +88,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Own(RunOptions):
+class OutcoreSettings(RunOptions):
     """The command's own settings, with the sizes of a budget."""
 
     device_memory: Any = None

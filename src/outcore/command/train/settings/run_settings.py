@@ -17,7 +17,7 @@ from typing import Any
 from outcore.command.train.methods import FINE_TUNING, Method
 from outcore.command.train.model.quantization import Quantization, quantization_of
 from outcore.command.train.settings.at_once import refuse_incomplete
-from outcore.command.train.settings.fields import Setting
+from outcore.command.train.settings.fields import CheckedSetting
 from outcore.command.train.settings.given_settings import from_assignments, from_flags, shown
 from outcore.command.train.settings.outcore_settings import RunOptions
 from outcore.command.train.settings.schema import SECTIONS, Schema
@@ -27,11 +27,11 @@ from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.quantities import parse_bytes
 from outcore.spec.budget import Budget
 
-Settled = Mapping[str, Setting]
+Settled = Mapping[str, CheckedSetting]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(RunOptions):
+class RunSettings(RunOptions):
     """One training run."""
 
     method: Method
@@ -51,7 +51,7 @@ class Settings(RunOptions):
 
 def resolve(
     config: Path | None, flags: Mapping[str, Any], assignments: Sequence[str], method: Method = FINE_TUNING
-) -> Settings:
+) -> RunSettings:
     """Put a run's settings together. Only ``config`` is read, and nothing is written.
 
     Args:
@@ -81,12 +81,12 @@ def resolve(
     if template := training.get("chat_template_path"):
         own["chat_template_path"] = Path(os.path.expanduser(template))
     own["eos_token"] = training.get("eos_token", own["eos_token"])
-    return Settings(
+    return RunSettings(
         **own, method=method, training=training, lora=lora, quantization=quantization, budget=_budget(settled)
     )
 
 
-def _merged(in_file: Settled, on_command_line: Settled) -> dict[str, Setting]:
+def _merged(in_file: Settled, on_command_line: Settled) -> dict[str, CheckedSetting]:
     """Let the command line override the file. Steps and epochs, which both say how long a run is, count as one here."""
     is_length_given = not on_command_line.keys().isdisjoint(LENGTHS)
     kept = {key: setting for key, setting in in_file.items() if not (is_length_given and key in LENGTHS)}
@@ -145,7 +145,7 @@ def _device(settled: Settled) -> str | None:
     return str(asked.value)
 
 
-def _refuse_absent(asked: Setting) -> None:
+def _refuse_absent(asked: CheckedSetting) -> None:
     """Raise with outcore's reason why it sees no accelerator."""
     from outcore.device.opening import open_device
 

@@ -15,9 +15,9 @@ from typing import Any, get_type_hints
 from pydantic import Field
 
 from outcore.command.train.methods import Method
-from outcore.command.train.settings.fields import Kind, Setting, admitted
-from outcore.command.train.settings.given_settings import Given, shown
-from outcore.command.train.settings.outcore_settings import Own
+from outcore.command.train.settings.fields import CheckedSetting, SettingKind, admitted
+from outcore.command.train.settings.given_settings import GivenSetting, shown
+from outcore.command.train.settings.outcore_settings import OutcoreSettings
 from outcore.core.errors import ConfigError
 from outcore.integrations.versions import other_names
 
@@ -134,21 +134,21 @@ class Schema:
         self._config_name = config.__name__
         self._names = {**SHORT_NAMES, **other_names([field.name for field in dataclasses.fields(config)])}
         self.kinds = {key: kind for key, kind in _kinds(config, words) if key not in self._names}
-        own = dict(_kinds(Own, words, "outcore."))
+        own = dict(_kinds(OutcoreSettings, words, "outcore."))
         self.kinds |= {key: kind for key, kind in own.items() if key.removeprefix("outcore.") not in self.kinds}
         self.kinds |= _kinds(LoraConfig, words, "lora.")
         self.defaults = {key: value for key, value in DEFAULTS.items() if key in self.kinds}
 
-    def check(self, given: Iterable[Given]) -> dict[str, Setting]:
+    def check(self, given: Iterable[GivenSetting]) -> dict[str, CheckedSetting]:
         """Check names and values of settings that were given side by side.
 
         Raises:
             ConfigError: An unknown name, a value that its setting does not take, or the same setting twice.
         """
-        checked: dict[str, Setting] = {}
+        checked: dict[str, CheckedSetting] = {}
         for item in _apart(given):
             key = self._key(item)
-            setting = Setting(self._value(key, item), item.where)
+            setting = CheckedSetting(self._value(key, item), item.where)
             other = checked.setdefault(key, setting)
             if other.value != setting.value:
                 raise ConfigError(
@@ -157,7 +157,7 @@ class Schema:
                 )
         return checked
 
-    def _key(self, given: Given) -> str:
+    def _key(self, given: GivenSetting) -> str:
         name = self._names.get(given.key, given.key)
         key = next((key for key in (name, f"outcore.{name}") if key in self.kinds), None)
         if key is not None:
@@ -184,7 +184,7 @@ class Schema:
             f"the fields of trl.{self._config_name} and those of the sections outcore and lora"
         )
 
-    def _value(self, key: str, given: Given) -> Any:
+    def _value(self, key: str, given: GivenSetting) -> Any:
         value = self.kinds[key].read(given)
         if key in INSTEAD and value != self.kinds[key].default:
             got = "a value" if key.endswith("_token") else shown(value)  # a secret must not get into a log
@@ -192,7 +192,7 @@ class Schema:
         return value
 
 
-def _kinds(config: Any, words: Mapping[str, Sequence[str]], prefix: str = "") -> Iterator[tuple[str, Kind]]:
+def _kinds(config: Any, words: Mapping[str, Sequence[str]], prefix: str = "") -> Iterator[tuple[str, SettingKind]]:
     hints = get_type_hints(config, include_extras=True)
     for field in dataclasses.fields(config):
         key = prefix + field.name
@@ -202,10 +202,13 @@ def _kinds(config: Any, words: Mapping[str, Sequence[str]], prefix: str = "") ->
         if key == "loss_type" and not choices:  # TRL lists them in its help text alone
             choices = tuple(dict.fromkeys(re.findall(r"`'(\w+)'`", field.metadata.get("help", ""))))
         default = MISSING if key in _WITHOUT_DEFAULT else DEFAULTS.get(key, field.default)
-        yield key, Kind(admitted(hints[field.name], choices, _LIMITS.get(key)), getattr(default, "value", default))
+        yield (
+            key,
+            SettingKind(admitted(hints[field.name], choices, _LIMITS.get(key)), getattr(default, "value", default)),
+        )
 
 
-def _apart(given: Iterable[Given]) -> Iterator[Given]:
+def _apart(given: Iterable[GivenSetting]) -> Iterator[GivenSetting]:
     """Take apart sections that were given as a whole; a lone number for LoRA is its rank."""
     for item in given:
         if item.key in SECTIONS and isinstance(item.value, Mapping) and item.value:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import yaml
 
-from outcore.command.train.settings.given_settings import MALFORMED, Given, Loader, shown
+from outcore.command.train.settings.given_settings import MALFORMED, GivenSetting, Loader, shown
 from outcore.core.errors import ConfigError
 
 _MOST_BYTES = 1 << 20  # a settings file is a page; a file of weights named by mistake is not read to its end
 
 
-def read_yaml(path: Path, sections: tuple[str, ...]) -> list[Given]:
+def read_yaml(path: Path, sections: tuple[str, ...]) -> list[GivenSetting]:
     """Read a file of settings as a flat list: a setting in a section is ``section.name``. An empty file has none.
 
     Args:
@@ -63,7 +63,7 @@ def _read(path: Path) -> str:
 
 def _settings(
     loader: Loader, path: Path, node: yaml.Node, sections: tuple[str, ...], prefix: str = ""
-) -> Iterator[Given]:
+) -> Iterator[GivenSetting]:
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(
             f"{path}: expected settings such as 'learning_rate: 1e-5', a line each, but got "
@@ -85,7 +85,7 @@ def _settings(
             yield _setting(loader, prefix + key, value, f"{line}: {prefix}{key}")
 
 
-def _setting(loader: Loader, key: str, node: yaml.Node, where: str) -> Given:
+def _setting(loader: Loader, key: str, node: yaml.Node, where: str) -> GivenSetting:
     try:
         value = loader.construct_object(node, deep=True)
     except (yaml.YAMLError, RecursionError):
@@ -96,4 +96,4 @@ def _setting(loader: Loader, key: str, node: yaml.Node, where: str) -> Given:
             f"{where}: expected a value, but YAML cannot read {text}; put it in quotes if it is text"
         ) from error
     has_text = isinstance(node, yaml.ScalarNode) and value is not None
-    return Given(key=key, value=value, where=where, text=node.value if has_text else None)
+    return GivenSetting(key=key, value=value, where=where, text=node.value if has_text else None)
