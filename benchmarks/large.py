@@ -47,12 +47,12 @@ from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.model.partition import partition
 from outcore.planner.bound.bound import StepBound, bound_of
-from outcore.planner.homes.table import plan_table
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import Simulation
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan
+from outcore.spec.plan_table import plan_table
 from outcore.spec.schedule import usual_visits
 from outcore.spec.timeline import COMPUTE, Timeline
 

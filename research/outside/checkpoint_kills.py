@@ -34,8 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "tests")]
-
-from ranks.conftest import free_port
+from ranks.conftest import free_port  # noqa: E402
 
 STEPS = 6
 IN_A_SAVE = ("write", "manifest", "rename", "removal")

@@ -2,7 +2,7 @@
 
     python research/outside/oldest_versions.py                                  # every set below, an hour on two cores
     python research/outside/oldest_versions.py transformers==5.8.1,trl==1.4.0   # one set
-    python research/outside/oldest_versions.py --in FOLDER ...                  # keep the environment there for the next
+    python research/outside/oldest_versions.py --in FOLDER ...                  # keep the environment for the next
 
 A virtual environment gets each set in turn, with the versions of constraints.txt for all packages that do not depend on
 it, and runs the tests below. The last report is reports/oldest_versions_2026-11-22.md.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "tests")]
-from outside.torch_modules import compare, show
+from outside.torch_modules import compare, show  # noqa: E402
 
 
 def cases(folder: Path) -> Iterator[tuple[str, str]]:

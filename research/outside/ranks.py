@@ -1,4 +1,4 @@
-"""Random models, plans and delays on several ranks, each against the plain loop: ``python research/outside/ranks.py``."""
+"""Random models, plans and delays on ranks, each against the plain loop: ``python research/outside/ranks.py``."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ import outcore
 from outcore.core.errors import OutcoreError
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "tests")]
-from plans import forced
+from plans import forced  # noqa: E402
 
 STEPS = 3
 CASE_S = 10

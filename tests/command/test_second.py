@@ -83,5 +83,6 @@ def test_it_answers_until_nothing_more_comes(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_it_needs_no_torch():
-    code = "import sys, outcore.command.plan.worker_process, outcore.planner.search.changes; assert 'torch' not in sys.modules"
+    names = "outcore.command.plan.worker_process, outcore.planner.search.changes"
+    code = f"import sys, {names}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 import outcore
-from outcore.planner.homes.table import plan_table
+from outcore.spec.plan_table import plan_table
 
 from .rig import KINDS, adamw, agrees, assert_same, batch, make, prepared, same, train
 

@@ -10,11 +10,11 @@ import pytest
 from outcore.core.errors import ConfigError
 from outcore.planner.homes.check import check_plan
 from outcore.planner.homes.pools import Comfort, pools_for
-from outcore.planner.homes.table import plan_table
 from outcore.planner.paper.paper_schedule import schedule
 from outcore.spec.cut import weights_home
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
+from outcore.spec.plan_table import plan_table
 from outcore.spec.reservations import reservations
 from outcore.spec.schedule import usual_visits
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import dataclasses
 
 from outcore.planner.homes.placement import place
-from outcore.planner.homes.table import plan_table
 from outcore.spec.budget import Limits
 from outcore.spec.plan import Plan, UnitPlan
+from outcore.spec.plan_table import plan_table
 
 from .models import layered, unit
 

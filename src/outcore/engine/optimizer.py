@@ -20,9 +20,9 @@ from outcore.engine.module.timing import recording
 from outcore.optim.formats import NOT_TAKEN_OVER, format_of
 from outcore.optim.joined import HOOKS, members
 from outcore.optim.rules import RuleKind
-from outcore.planner.homes.table import plan_table
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, shown_by
+from outcore.spec.plan_table import plan_table
 from outcore.torch_private import as_it_is
 
 

@@ -3,9 +3,9 @@
 [Note: what is shared] Links also run in pairs. Their remaining speeds tell how much each takes of what they share
 (``samples.parts``): host memory, and the cores that move bytes there. The two directions of the bus have a figure of
 their own, and so have reading and writing of the drive. Where the device is the CPU, compute runs beside each link,
-too, and what both keep of their speeds counts as it is (``planner.timing.fair_shares``, [Note: cores]). Compute is a block
-there: it has many short kernels, and after each of them all threads wait for the one that gave way. A large product
-loses less.
+too, and what both keep of their speeds counts as it is (``planner.timing.fair_shares``, [Note: cores]). Compute is a
+block there: it has many short kernels, and after each of them all threads wait for the one that gave way. A large
+product loses less.
 """
 
 from __future__ import annotations

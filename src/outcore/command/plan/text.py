@@ -11,9 +11,9 @@ from typing import Any
 from outcore.command.plan.answer import Answer
 from outcore.command.plan.ranges import range_of
 from outcore.core.quantities import format_bytes, format_rate
-from outcore.planner.homes.table import plan_table
 from outcore.spec.layout import states_bytes
 from outcore.spec.plan import Plan, Tier
+from outcore.spec.plan_table import plan_table
 from outcore.spec.timeline import COMPUTE
 
 _DAY_S = 86400.0

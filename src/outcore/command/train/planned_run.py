@@ -29,12 +29,12 @@ from outcore.integrations.optimizers import optimizer_for
 from outcore.integrations.refusals import refuse_pieces
 from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.disk import DiskStore
-from outcore.planner.homes.table import plan_table
 from outcore.planner.timing.known_hardware import NO_TIMES
 from outcore.preparation.forecast import Loop, token_batch
 from outcore.spec.budget import Budget
 from outcore.spec.layout import CODES, lay_out_states
 from outcore.spec.plan import TIERS, Plan, Tier
+from outcore.spec.plan_table import plan_table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 [Note: keep what fits] A plan guarantees that a unit can be recomputed. What the device has left may be used to keep
 its activations instead: less work, same bits. Nothing is guessed. The first call of a unit with arguments of given
-shapes is a *trial* (``policies.KeepUntilFull``): it counts and keeps what autograd saves. If that does not fit, the call drops
-all and will be recomputed after all. A later call with such arguments takes as many bytes in advance; if they are not
-there, it will be recomputed. Bytes are given back when backward comes to the call, or when its graph goes.
+shapes is a *trial* (``policies.KeepUntilFull``): it counts and keeps what autograd saves. If that does not fit, the
+call drops all and will be recomputed after all. A later call with such arguments takes as many bytes in advance; if
+they are not there, it will be recomputed. Bytes are given back when backward comes to the call, or when its graph goes.
 
 [Note: what else is alive] On an accelerator results, logits and workspace need memory too, and only a run can tell how
 much. So the room there is closed until a step has been measured in which nothing was kept. The peak of that step is set

@@ -65,13 +65,12 @@ class BackwardGradients:
         self._order, self._device, self._resting = order, device, resting
         self._accumulation_steps, self.clipping = accumulation_steps, clipping
         self.of = {unit.name: self._of_unit(unit, self, resting) for unit in units}
-        self._recovery = recovery
         recovery.signs.append(self._notice)
         recovery.parts.append(self._reset)
         self._tasks: dict[int, weakref.ref[object]] = {}
         """Autograd's tasks, each with its end callback. Autograd alone holds that, so it lives as long as the task."""
         self._breaking_off = threading.RLock()  # by autograd's thread, or by the one that notices first
-        self._num_passes = 0
+        self._num_passes, self._recovery = 0, recovery
         self._last_factor: tuple[torch.Tensor, int, dict[torch.dtype, torch.Tensor]] | None = None
         self._open: dict[str, UnitGradients] = {}
         self.on_last: Callable[[UnitGradients], None] = _nothing
@@ -105,9 +104,8 @@ class BackwardGradients:
             self._join_pass(gradients)
             current = gradients.open
             if current is None:
-                gradients.open = current = BackwardPass(
-                    sum([p.requires_grad for p in unit.params[: unit.num_trainable]])
-                )
+                expected = sum([p.requires_grad for p in unit.params[: unit.num_trainable]])
+                gradients.open = current = BackwardPass(expected)
             with torch.no_grad():
                 if gradients.has_bucket and not current.loose:
                     self._into_bucket(gradients, current, grads)

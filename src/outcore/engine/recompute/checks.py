@@ -136,7 +136,7 @@ class Repeats:
         return is_due
 
     def compare(self, before: Summary, after: Summary, edited: Sequence[str]) -> None:
-        """Compare; see ``PendingComparisons.compare``. Args: edited: Names of parameters that the forward itself changed."""
+        """Compare; see ``PendingComparisons.compare``. Args: edited: Parameters that forward itself changed."""
         names = ", ".join(f"'{name}'" for name in edited)
         why = f"the block changes its own parameters in forward ({names}), which recompute begins with"
         self._doubts.compare(before, after, self._where, why=why if edited else "")

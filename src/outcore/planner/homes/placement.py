@@ -36,12 +36,12 @@ from outcore.planner.homes.pools import (
     needs_of,
     pools_for,
 )
-from outcore.planner.homes.table import infeasible_table
 from outcore.spec.budget import Limits
 from outcore.spec.cut import is_resident, shared
 from outcore.spec.layout import lay_out_states
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
+from outcore.spec.plan_table import infeasible_table
 from outcore.spec.reservations import tier_bytes
 
 STAYING = Activations(DeviceRoom())

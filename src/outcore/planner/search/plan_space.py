@@ -1,7 +1,7 @@
 """Plans that a search tries: the kind of homes of every unit, slots, and where and when updates run.
 
-A candidate is small and can be compared; ``PlanSpace.plan`` turns it into a plan. Units with the same kind of homes mostly
-stand side by side, since units in a row differ in when they are needed and in little else.
+A candidate is small and can be compared; ``PlanSpace.plan`` turns it into a plan. Units with the same kind of homes
+mostly stand side by side, since units in a row differ in when they are needed and in little else.
 """
 
 from __future__ import annotations

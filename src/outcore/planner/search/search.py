@@ -26,14 +26,7 @@ from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.search.evaluations import Evaluations, Simulated
 from outcore.planner.search.job import Job
 from outcore.planner.search.orders import reordered
-from outcore.planner.search.plan_space import (
-    ALL_DEVICE,
-    ALL_HOST,
-    KINDS,
-    ROOMY,
-    TIGHT,
-    Candidate,
-)
+from outcore.planner.search.plan_space import ALL_DEVICE, ALL_HOST, KINDS, ROOMY, TIGHT, Candidate
 from outcore.planner.search.runners_up import SMALLEST_GAIN, RunnerUp, runners_up, uniform
 from outcore.planner.search.start_plans import StartPlans
 from outcore.planner.search.wear import Named, least_worn, sparing
@@ -169,7 +162,7 @@ def improve(job: Job, found: Estimate) -> Estimate:
     return _PlanSearch(job).improve(found)
 
 
-class _SearchCounts(NamedTuple):
+class _Counts(NamedTuple):
     """How many changes were simulated, bounded and seen up to and including one."""
 
     simulated: int
@@ -352,7 +345,7 @@ class _PlanSearch:
 
     def _descend(self, best: Candidate, most: int, *, alone: bool = False) -> Candidate:
         """Take changes that make it faster, until none does or enough were tried. Args: alone: No pairs."""
-        seen, tried = {self._looks.same(best): None}, _SearchCounts(0, 0, 1)
+        seen, tried = {self._looks.same(best): None}, _Counts(0, 0, 1)
         while True:
             enough_s = self._looks.seconds(best) * (1 - SMALLEST_GAIN)
             faster = self._first_faster(self._open_around(best, enough_s, most, seen, tried, alone=alone), enough_s)
@@ -363,8 +356,8 @@ class _PlanSearch:
                 del seen[ahead]
 
     def _first_faster(
-        self, open_ones: Iterator[tuple[Candidate, _SearchCounts]], enough_s: float
-    ) -> tuple[Candidate, _SearchCounts] | None:
+        self, open_ones: Iterator[tuple[Candidate, _Counts]], enough_s: float
+    ) -> tuple[Candidate, _Counts] | None:
         """Return the first that is faster. Several are simulated at once; how many makes no difference."""
         looks, at_once = self._looks, 1 if self._fillings.is_small else self._looks.simulated.at_once
         while several := list(itertools.islice(open_ones, at_once)):
@@ -376,15 +369,8 @@ class _PlanSearch:
         return None
 
     def _open_around(
-        self,
-        best: Candidate,
-        enough_s: float,
-        most: int,
-        seen: dict[Candidate, None],
-        tried: _SearchCounts,
-        *,
-        alone: bool,
-    ) -> Iterator[tuple[Candidate, _SearchCounts]]:
+        self, best: Candidate, enough_s: float, most: int, seen: dict[Candidate, None], tried: _Counts, *, alone: bool
+    ) -> Iterator[tuple[Candidate, _Counts]]:
         """Yield changes that may take less than ``enough_s``. Args: tried: The counts so far."""
         looks, (simulated, bounded, _) = self._looks, tried
         for other in self._around(best, alone=alone):
@@ -399,7 +385,7 @@ class _PlanSearch:
             if looks.coarse_s(same) >= enough_s:
                 continue
             simulated += 1
-            yield other, _SearchCounts(simulated, bounded, len(seen))
+            yield other, _Counts(simulated, bounded, len(seen))
 
     def _again(self, best: Candidate, starts: Sequence[Candidate], most: int) -> Iterator[Candidate]:
         """Change starts again, in other orders, and other ones, unless they are far slower than the best candidate."""
