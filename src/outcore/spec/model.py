@@ -1,4 +1,4 @@
-"""A model as the planner and the runtime see it: units of parameters, and the place of each parameter in its unit.
+"""A model as the planner and the engine see it: units of parameters, and the place of each parameter in its unit.
 
 [Note: layouts] A unit owns up to four kinds of bytes, addressed by two layouts:
 

@@ -1,4 +1,4 @@
-"""Every buffer that a plan takes, on every tier: the one list that the planner adds up and the runtime allocates from.
+"""Every buffer that a plan takes, on every tier: the one list that the planner adds up and the engine allocates from.
 
 Predicted bytes are exact because both sides read this list. Exceptions are workspace and the temporary tensors of
 updates (``is_temporary``): they come from torch's allocators.

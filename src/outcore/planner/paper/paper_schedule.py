@@ -1,6 +1,6 @@
 """From a plan and the order of visits to the operations of one training step, with everything that orders them.
 
-This is pure; a simulator runs over its result. The operations are those of ``outcore.order``, which the runtime also
+This is pure; a simulator runs over its result. The operations are those of ``outcore.order``, which the engine also
 submits; here they are written down. Steps repeat, so several are laid out one behind another. The last of them is the
 schedule; its negative indices are what a step waits for in the previous step.
 
