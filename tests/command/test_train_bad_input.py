@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outcore.command.train.model.byte_tokenizer import byte_tokenizer
 from outcore.command.train.output import folder as output
 
-from .conftest import CONFIG, Run, write_json, write_jsonl
+from .conftest import CONFIG, Run, replaced, write_json, write_jsonl
 
 BASE = {"--model": "{config}", "--data": "{text}", "--out": "{new}", "--steps": "2", "--seq-len": "32"}
 
@@ -430,7 +430,7 @@ def test_resuming_with_another_model(command: Run, world: World, tmp_path: Path)
     assert command("train", *typed).status == 0
     write_json(tmp_path / "config.json", {**CONFIG, "intermediate_size": 64})
     before = snapshot(tmp_path)
-    assert_one_message(command("train", *arguments({"--steps": "4"}, world), "--resume"), "checkpoint-2")
+    assert_one_message(command(*replaced("train", *typed, "--resume", "--steps", "4")), "checkpoint-2")
     assert snapshot(tmp_path) == before
 
 
