@@ -107,6 +107,13 @@ def test_names_of_modules_say_what_they_are():
     assert not [name for name, _ in modules() if FORBIDDEN_MODULES & set(name.removesuffix(".py").split("/"))]
 
 
+def test_a_name_stands_for_one_thing():
+    """No two classes have one name, a leading underscore aside, and no two files."""
+    names = Counter(n.name.lstrip("_") for path in MODULES for n in nodes(path) if isinstance(n, ast.ClassDef))
+    names += Counter(path.name for path in MODULES if path.name != "__init__.py")
+    assert not [name for name, count in names.items() if count > 1]
+
+
 def test_every_module_is_reached():
     files = {"outcore." + name.removesuffix(".py").replace("/", "."): path for name, path in modules()}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
