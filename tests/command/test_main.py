@@ -322,6 +322,7 @@ def test_a_terminal_breaks_lines_between_words(print_to, monkeypatch):
     if print_to == "fitted":
         text = fitted(line, Wide())
         assert all(each.startswith(13 * " " + "word") for each in text.splitlines()[1:]), "below its column"
+        assert all(each.startswith(4 * " " + "word") for each in fitted(4 * " " + " ".join(words), Wide()).splitlines())
         assert fitted(line, io.StringIO()) == line, "elsewhere lines stay whole"
     else:
         console = Terminal(file=io.StringIO(), force_terminal=True, width=80, highlight=False)

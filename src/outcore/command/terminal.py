@@ -36,7 +36,7 @@ def fitted(text: str, stream: TextIO) -> str:
 
 def _broken(line: str, columns: int) -> str:
     """Break a line. What follows a name in a column of its own stays in the next column."""
-    named = re.match(r"\s*\S+( \S+)*  +", line)
+    named = re.match(r"\s*\S+( \S+)*  +|\s+", line)
     indent = len(named[0]) if named is not None and len(named[0]) <= columns // 2 else 2
     return (
         line
