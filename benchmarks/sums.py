@@ -93,12 +93,12 @@ class PacedDrive(OsDiskIO):
 @contextmanager
 def knowing(name: str) -> Iterator[None]:
     """Make stores opened inside have sums, or none. Args: name: ``with``, or anything else for none."""
-    real = disk.Sums
-    disk.Sums = TimedSums if name == "with" else NoSums  # type: ignore[assignment, misc]
+    real = disk.Checksums
+    disk.Checksums = TimedSums if name == "with" else NoSums  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        disk.Sums = real  # type: ignore[misc]
+        disk.Checksums = real  # type: ignore[misc]
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ LANE_EXIT_S = 5.0  # a closed lane's thread may still run its last instructions
 FIRST = ("simulated_gpu", "system")  # folders whose tests start first
 WORKERS_PER_CORE = 2
 EVERY_OPTIMIZER = ("parity", "loop")
-BIT_FOR_BIT = ("parity", "saving", "integrations", "loop")  # plans that update on the host, and plain loops
+BIT_FOR_BIT = ("parity", "checkpoint", "integrations", "loop")  # plans that update on the host, and plain loops
 
 
 @pytest.hookimpl(wrapper=True)

@@ -36,7 +36,7 @@ TINY = {
     "overhead.py": "--turns 1 --steps 1 --layers 2 --device cpu",
     "predict.py": "--cases 1 --blocks 2 --numel 65536 --milliseconds 1 --steps 1 --layers 1 --hidden 64 --lengths 8"
     " --quick --what throttled models limit --seconds 0.2",
-    "checkpoint.py": "--folder . --tiers disk --steps 2 --every 2 --turns 1 --numel 4096 --blocks 3 --milliseconds 1",
+    "saving.py": "--folder . --tiers disk --steps 2 --every 2 --turns 1 --numel 4096 --blocks 3 --milliseconds 1",
     "pieces.py": "--pieces 2 --blocks 7 --numel 4096 --milliseconds 1 --steps 1",
     "sums.py": "--disk . --pairs 2 --nbytes 1MiB --steps 1 --layers 1 --hidden 64 --vocabulary 97 --batch-size 1"
     " --seq-len 16",

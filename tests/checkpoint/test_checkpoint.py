@@ -172,7 +172,7 @@ def test_what_a_trainer_wrote_is_not_taken_for_one(tmp_path: Path):
     with small.prepared(small.build("plain"), tmp_path) as (model, optimizer):
         with pytest.raises(ConfigError, match="it is a Trainer's"):
             outcore.load_checkpoint(model, optimizer, tmp_path / "c")
-        with pytest.raises(ConfigError, match="it is a Trainer's"):
+        with pytest.raises(ConfigError, match="expected weights in safetensors files .*, but there are none"):
             export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
         for step in (1, 2):
             with pytest.warns(UserWarning, match=r"has checkpoints of later steps than \d, up to checkpoint-9"):

@@ -434,13 +434,13 @@ def test_rows_must_fit_into_a_table_of_positions(command: Run, tmp_path: Path):
     assert "--seq-len: expected at most 64, since 'opt' has a table of 64 positions, but got 65" in done.err
 
 
-def test_what_is_said_while_planning_is_a_notice(command, monkeypatch):
+def test_what_is_said_while_planning_is_a_notice(command, config_json: Path, monkeypatch):
     def warn(*_: object) -> None:
         warnings.warn("this machine was measured", stacklevel=1)
         raise ConfigError("that is all")
 
     monkeypatch.setattr("outcore.command.plan.answer.answer", warn)
-    done = command("plan", "--model", "any")
+    done = command("plan", "--model", config_json, "--hardware", "rtx-4090")
     assert done.status == 2
     assert "this machine was measured" in done.err
     assert "UserWarning" not in done.err

@@ -241,12 +241,12 @@ import signal, sys, time
 from unittest import mock
 place, name, act = sys.argv[1:4]
 del sys.argv[1:4]
-from outcore.command.train.planned_run import Job
+from outcore.command.train.planned_run import PlannedRun
 from outcore.command.train.loop.trainer import SftTrainer
 from outcore.core.ranks import OtherRankError
 from outcore.integrations import trainer_saves as integration
 from outcore.command.main import main
-owner = {"Job": Job, "SftTrainer": SftTrainer}[place]
+owner = {"PlannedRun": PlannedRun, "SftTrainer": SftTrainer}[place]
 method, calls = getattr(owner, name), []
 
 def wait(self, *args, **kwargs):

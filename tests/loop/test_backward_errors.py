@@ -139,7 +139,7 @@ def test_an_exception_that_is_kept_does_not_keep_the_pass(tmp_path):
 # Between any two statements of the runtime.
 
 PACKAGE = Path(outcore.__file__).parent
-FILES = {str(path) for room in ("runtime", "device", "order") for path in (PACKAGE / room).rglob("*.py")}
+FILES = {str(path) for room in ("engine", "device", "order") for path in (PACKAGE / room).rglob("*.py")}
 SETTINGS = {"host": {}, "disk": {}, "device": {}, "promised": {"accumulation_steps": 2}, "keep": {"policy": "keep"}}
 POINTS = 9
 
@@ -206,7 +206,7 @@ def test_an_error_at_any_statement_costs_only_the_gradients(setting, error, tmp_
         with Injection() as counting:
             run(counting)
         optimizer.zero_grad()
-        reached = {"call", "device", "passes", "lanes", "structure", "views", "weights", "port"}
+        reached = {"call", "device", "passes", "lanes", "structure", "views", "streamed_weights", "live_port"}
         assert counting.reached >= reached
         assert counting.count > 3000
         stride = counting.count // POINTS

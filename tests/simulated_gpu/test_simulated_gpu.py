@@ -67,7 +67,7 @@ RUNS = {
         *("-m", "gpu", FOLDER / "fault_tests.py", FOLDER / "stall_tests.py"),
         *(GPU / "test_streams_cuda.py", GPU / "test_interrupts_cuda.py"),
     ],
-    "programs": ["-k", PROGRAMS, TESTS / "cli" / "test_train.py", TESTS / "integrations", TESTS / "saving"],
+    "programs": ["-k", PROGRAMS, TESTS / "command" / "test_train.py", TESTS / "integrations", TESTS / "checkpoint"],
     "parity": ["-k", PARITY, TESTS / "parity"],  # as on the CPU's lanes, but a device computes and streams wait
     "engine": ["-m", "gpu", GPU / "test_engine_cuda.py", "-k", ENGINE],
     "loop": ["-k", CALLS, *LOOP, BLOCKS],

@@ -30,7 +30,7 @@ from outcore.core.extra import refuse_missing
 from outcore.engine.unit.views import torch_dtype
 from outcore.memory.files.checkpoint_folder import mapped_tensors
 from outcore.memory.files.staged_files import copy_files, is_any
-from outcore.memory.files.weights_file import write_safetensors
+from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
 from outcore.optim.compact import masters_of
 from outcore.spec.layout import CODES
 from outcore.spec.manifest import MANIFEST_NAME, Manifest
@@ -127,6 +127,8 @@ def _export_files(folder: Path, directory: Path, form: Format, *, merge: bool) -
         raise ConfigError(
             f"--merge: expected adapters, but '{folder}' holds a whole model, with nothing to merge; leave it out"
         )
+    if not WeightsDirectory.is_there(folder, "adapter_model" if is_adapter else "model"):
+        raise ConfigError(f"export: expected weights in safetensors files in '{folder}', but there are none")
     if merge:
         return export_merged(folder, directory)
     copy_files(folder, directory, lambda name: not is_any(name, NOT_OF_A_MODEL))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def rehearse_small_files(writers: Writers, model_folder: str) -> None:
     Raises:
         ConfigError: A file cannot be written.
     """
-    with tempfile.TemporaryDirectory(prefix="outcore-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="outcore-") as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the save itself warns
         failed = _tried(Path(scratch), writers)
     for name, error in failed.items():
         folder = Path(model_folder).parent if Path(model_folder).is_file() else Path(model_folder)

@@ -25,7 +25,7 @@ from outcore.core.collecting import rarely_collecting
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-_SERVE = "import sys; from outcore.command.plan import second; second.__file__ == sys.argv[1] and second.serve()"
+_SERVE = "import sys; from outcore.command.plan import worker_process as w; w.__file__ == sys.argv[1] and w.serve()"
 """The second process's program. It does nothing if it finds another outcore: a script's folder is not on its path."""
 
 

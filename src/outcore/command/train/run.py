@@ -79,7 +79,7 @@ def run_train(settings: RunSettings, crew: CommandRanks = ALONE) -> None:
     terminal = Terminal(highlight=False)
     output = OutputFolder(settings.out, resume=settings.resume)
     trace = None if settings.trace is None else TraceFile(settings.trace, out=settings.out)
-    _say_items(terminal, "RunSettings", describe(settings))
+    _say_items(terminal, "Settings", describe(settings))
     with _explained(output, settings):
         if settings.replan and crew.size > 1:
             raise ConfigError("--replan: expected one rank, since ranks plan once, but there are several; leave it out")
