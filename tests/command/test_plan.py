@@ -439,7 +439,7 @@ def test_what_is_said_while_planning_is_a_notice(command, config_json: Path, mon
         warnings.warn("this machine was measured", stacklevel=1)
         raise ConfigError("that is all")
 
-    monkeypatch.setattr("outcore.command.plan.answer.answer", warn)
+    monkeypatch.setattr("outcore.command.plan.answer.answer_for", warn)
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090")
     assert done.status == 2
     assert "this machine was measured" in done.err

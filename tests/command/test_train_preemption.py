@@ -21,6 +21,7 @@ import pytest
 from safetensors.torch import load_file
 
 import outcore
+from outcore.checkpoint.weights import export
 from outcore.command.train.loop import measured_saves as saves
 from outcore.command.train.loop.measured_saves import SaveDurations, seconds_to_write
 from outcore.command.train.loop.preemption import Preemption
@@ -191,14 +192,14 @@ def test_killed_before_the_evaluation_of_an_epoch(shared, whole, command, tmp_pa
 
 def test_a_signal_in_the_last_save_changes_nothing(shared, whole, command, tmp_path, monkeypatch):
     """Nor does a signal while the model is written: a finished run need not be started again."""
-    out, save, numbers = tmp_path / "run", outcore.save_pretrained, []
+    out, save, numbers = tmp_path / "run", export.save_model, []
 
-    def save_pretrained(*args: Any) -> None:
+    def save_model(*args: Any) -> None:
         save(*args)
         numbers.append(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
 
-    monkeypatch.setattr(outcore, "save_pretrained", save_pretrained)
+    monkeypatch.setattr("outcore.command.train.run.save_model", save_model)
     done = command(*shared, "--out", out, "--save-every", EVERY)
     assert numbers
     assert done.status == 0, done.err
