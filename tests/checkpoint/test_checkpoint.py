@@ -17,6 +17,7 @@ import pytest
 import torch
 from outside.calls import Call, watched
 from plans import forced
+from safetensors.torch import save_file
 
 import outcore
 from outcore.api import Prepared
@@ -178,6 +179,18 @@ def test_what_a_trainer_wrote_is_not_taken_for_one(tmp_path: Path):
             with pytest.warns(UserWarning, match=r"has checkpoints of later steps than \d, up to checkpoint-9"):
                 outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=step, keep=1, wait=True)
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"checkpoint-9", "step-00000002"}
+
+
+def test_a_model_is_exported_without_the_checkpoints_beside_it(tmp_path: Path):
+    source = tmp_path / "c"
+    (source / "checkpoint-3").mkdir(parents=True)
+    (source / "checkpoint-3" / "optimizer.pt").touch()
+    (source / "config.json").write_text("{}")
+    save_file({"weight": torch.ones(2)}, source / "model.safetensors")
+    with pytest.raises(ConfigError, match="expected a folder outside of"):
+        export_checkpoint(source, source / "out", "hf")
+    export_checkpoint(source, tmp_path / "out", "hf")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
 
 
 def test_one_that_failed_does_not_cost_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,13 @@ def train(command: Run, weights: Path, text: Path, tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["run", "dry run"])
-def test_what_cannot_be_saved_is_refused_before_the_first_step(more: Any, train: Run, weights: Path, tmp_path: Path):
+def test_what_cannot_be_saved_is_refused_before_the_first_step(
+    more: Any, train: Run, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     settings = weights / "generation_config.json"
     settings.write_text(json.dumps({"do_sample": False, "temperature": 0.9}))
-    before = {*Path(os.environ.get("TMPDIR", "/tmp")).glob("outcore-*")}
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     refused = train(*more)
     assert refused.status == 2
     *_, said = refused.err.splitlines()
@@ -47,7 +51,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(more: Any, train:
     assert said.endswith(f"; correct or remove it in '{weights}'")
     assert "step 1/2" not in refused.out
     assert not (tmp_path / "run").exists()
-    assert {*Path(os.environ.get("TMPDIR", "/tmp")).glob("outcore-*")} == before
+    assert not list((tmp_path / "scratch").glob("outcore-*"))
 
 
 @pytest.mark.parametrize(

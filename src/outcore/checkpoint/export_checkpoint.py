@@ -75,7 +75,7 @@ def export_checkpoint(source: Path, directory: Path, form: Format, *, merge: boo
 def _found(source: Path) -> Iterator[tuple[Path, Manifest | None]]:
     """Give the folder to export. Its manifest is None if it holds a model as the libraries save it."""
     model = next((folder for folder in (source, source / _MODEL) if _has_model(folder)), None)
-    states = [path / TRAINER_STATE for _, path in found_in(source)[:1]]
+    states = [path / name for _, path in found_in(source)[:1] for name in (TRAINER_STATE, MANIFEST_NAME)]
     is_last = model is not None and _age(states) <= _age(model.glob("*.safetensors"))
     if model is not None and is_last and not (source / MANIFEST_NAME).is_file():
         yield model, None
@@ -127,6 +127,8 @@ def _export_files(folder: Path, directory: Path, form: Format, *, merge: bool) -
         raise ConfigError(
             f"--merge: expected adapters, but '{folder}' holds a whole model, with nothing to merge; leave it out"
         )
+    if directory.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"export: expected a folder outside of '{folder}', but got '{directory}'")
     if not WeightsDirectory.is_there(folder, "adapter_model" if is_adapter else "model"):
         raise ConfigError(f"export: expected weights in safetensors files in '{folder}', but there are none")
     if merge:

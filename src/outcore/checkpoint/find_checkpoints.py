@@ -25,9 +25,9 @@ TRAINER_STATE, RECORD = "trainer_state.json", "settings.json"
 """Files of a Trainer's checkpoint: what a Trainer writes last, and the record of the command's run."""
 NOT_OF_A_MODEL = (
     *("optimizer*", "unit-*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin"),
-    *(TRAINER_STATE, RECORD, MANIFEST_NAME),
+    *(TRAINER_STATE, RECORD, MANIFEST_NAME, "checkpoint-*", "step-*", "runs"),
 )
-"""Files of a Trainer's checkpoint that only training needs."""
+"""Files and folders of a Trainer that only training needs."""
 T = TypeVar("T")
 
 

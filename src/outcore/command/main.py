@@ -385,7 +385,7 @@ def main() -> None:
     # At exit, everything is closed and Python waits for threads only: another Ctrl-C then ends the process at once.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
     try:
-        app()
+        app(prog_name="outcore")
     except OutcoreError as error:
         _say(str(error), error)
         sys.exit(_status(error))

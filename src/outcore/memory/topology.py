@@ -85,7 +85,7 @@ def _used_s(root: Path) -> tuple[float, float, float]:
     """Read a clock, the seconds that programs have used of these CPUs, and those of this process."""
     names, used = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}, 0
     for name, *ticks in map(str.split, _text(root / "proc/stat").splitlines()):
-        if name in names and len(ticks) > _STEAL:
+        if name in names and len(ticks) > _STEAL and all(map(str.isdecimal, ticks)):
             used += sum(int(ticks[column]) for column in (_USER, _NICE, _STEAL))
     return time.perf_counter(), used / os.sysconf("SC_CLK_TCK"), os.times().user
 

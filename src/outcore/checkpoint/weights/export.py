@@ -164,21 +164,25 @@ def save_beside_weights(
     """
     if adapters is not None:
         names = {place.name for tensors in adapters.values() for place in tensors.values()}
-        _library_save(model, folder, dict.fromkeys(names, torch.empty(0)))
-        for inside in adapters:
-            (folder / inside / ADAPTER_FILE).unlink()
+        try:
+            _library_save(model, folder, dict.fromkeys(names, torch.empty(0)))
+        finally:  # else what stands in for weights would take the place of those that are there
+            for inside in adapters:
+                (folder / inside / ADAPTER_FILE).unlink(missing_ok=True)
     elif saves_adapters(model):
         _library_save(model, folder, values)
     elif is_pretrained_model(model):
-        _library_save(model, folder, {})
-        for path in folder.glob("model*.safetensors*"):
-            path.unlink()
+        try:
+            _library_save(model, folder, {})
+        finally:
+            for path in folder.glob("model*.safetensors*"):
+                path.unlink()
 
 
 def _library_writers(model: nn.Module, write: Callable[[Path], None]) -> Writers:
     """Name the files that the library writes. Args: write: Has the library write them."""
     is_adapter = saves_adapters(model)
-    files = ("README.md", ADAPTER_FILE, "adapter_config.json") if is_adapter else ("config.json", GENERATION)
+    files = ("README.md", "adapter_config.json") if is_adapter else ("config.json", GENERATION)
     return {files: write}
 
 

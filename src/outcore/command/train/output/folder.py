@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Literal, final
 
 from outcore.checkpoint.find_checkpoints import NOT_OF_A_MODEL, TRAINER_STATE
+from outcore.checkpoint.weights.small_files import SmallFilesError
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes
 from outcore.integrations.checkpoints import refuse_damaged
 from outcore.memory.files.checkpoint_folder import clear_away, read_manifest
-from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.spec.manifest import MANIFEST_NAME
 
 PLAN, METRICS, MODEL, HARDWARE = "plan.json", "metrics.jsonl", "model", "hardware.json"
@@ -188,13 +188,15 @@ class OutputFolder:
         named = json.loads(state.read_text()).get("best_model_checkpoint") if best else None
         source = self.path / Path(named).name if named else checkpoint.path
         with self.new_model() as folder:
-            shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*NOT_OF_A_MODEL), dirs_exist_ok=True)
+            left_out = shutil.ignore_patterns(*NOT_OF_A_MODEL)
+            # The copies' own times say that this model is newer than the checkpoints.
+            shutil.copytree(source, folder, ignore=left_out, copy_function=shutil.copyfile, dirs_exist_ok=True)
 
     @contextmanager
     def new_model(self) -> Iterator[Path]:
         """Yield a folder that becomes ``model/`` when the block ends, in place of an older one.
 
-        If the block fails, it does so only if it holds whole weights.
+        If the block fails, the folder becomes ``model/`` only if nothing but small files beside its weights is missing.
 
         Raises:
             ConfigError: It cannot be made.
@@ -207,9 +209,7 @@ class OutputFolder:
             raise _unwritable(self.path, error) from error
         try:
             yield partial
-        except Exception:
-            if not any(WeightsDirectory.is_there(partial, stem) for stem in ("model", "adapter_model")):
-                raise
+        except SmallFilesError:
             _replace(model, partial)
             raise
         _replace(model, partial)
