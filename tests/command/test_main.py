@@ -195,7 +195,6 @@ def test_the_commands_and_options_are_these():
             "optim",
             "plan",
             "precision",
-            "replan",
             "report_to",
             "resume",
             "save_every",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plans import without_launches
 
 from outcore.command.train.output import prediction as predicted
+from outcore.command.train.output import report
 from outcore.command.train.output.prediction import LaneTimes, PredictedStep, PredictionComparison
 from outcore.memory.topology import Others
 from outcore.planner.timing.known_hardware import known_hardware
@@ -61,10 +63,8 @@ class TestComparison:
         assert not compared(1.5, steps=21).is_off, "the first two steps do not count"
         comparison = compared(1.5)
         assert comparison.is_off
-        assert not comparison.is_explained
         comparison.why(LANES)
         comparison.add(1.5, 20)
-        assert comparison.is_explained
         assert not comparison.is_off
 
     def test_now_and_then_is_nothing(self):
@@ -161,3 +161,43 @@ def test_a_machine_that_is_none_is_one_message(command: Run, config_json: Path, 
     assert (done.status, done.out.count("Traceback")) == (2, 0)
     assert "expected version 2, but got 99" in done.err
     assert not (tmp_path / "run").exists()
+
+
+STEPS = 7
+
+
+@pytest.fixture
+def train_off(command: Run, config_json: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Train so that all steps count as far off their prediction."""
+    monkeypatch.setattr(predicted, "_OFF", -1.0)
+    monkeypatch.setattr(predicted, "_FOR", 2)
+    sizes = ("--device-memory", "700KiB", "--host-memory", "4MiB", "--hardware", "rtx-4090")
+    shared = ("--steps", STEPS, "--batch-size", 2, "--seq-len", 48, "--max-grad-norm", 0.5, *sizes)
+    files = ("--model", config_json, "--data", text, "--out", tmp_path / "run")
+    return lambda: command("train", *files, *shared)
+
+
+def test_a_run_that_ends_while_lanes_are_watched_says_what_it_has_seen(train_off, monkeypatch):
+    monkeypatch.setattr(report, "WATCHED_STEPS", STEPS)
+    done = train_off()
+    assert done.status == 0, done.err
+    (said,) = [line for line in done.out.splitlines() if "of what was predicted" in line]
+    assert said.startswith(f"step {STEPS}: steps take ")
+    assert said.endswith("; outcore probe measures the machine again, --resume plans for it")
+
+
+def test_steps_that_are_as_predicted_again_while_lanes_are_watched_need_no_reason(train_off, monkeypatch):
+    """Four steps take twice as long as predicted, and all later ones as long."""
+    monkeypatch.setattr(predicted, "_OFF", 0.2)
+    monkeypatch.setattr(report, "WATCHED_STEPS", 2)
+    add, lines = predicted.PredictionComparison.add, []
+
+    def twice_as_long_at_first(self: Any, step_s: float, steps: int, measured: Any) -> None:
+        lines.append(self._predicted.step_s * (2 if len(lines) < 4 else 1))
+        add(self, lines[-1], steps, measured)
+
+    monkeypatch.setattr(predicted.PredictionComparison, "add", twice_as_long_at_first)
+    done = train_off()
+    assert done.status == 0, done.err
+    assert len(lines) == STEPS
+    assert "of what was predicted" not in done.out

@@ -94,10 +94,9 @@ def test_the_model_is_that_of_one_rank(runs):
     [
         (["--lr", "fast"], "expected a"),
         (["--host-memory", "1KiB"], "These are budgets of one rank. 2 ranks share"),
-        (["--replan"], "--replan: expected one rank"),
         (["--data", "/nowhere.txt"], "'/nowhere.txt': expected a file"),
     ],
-    ids=["option", "budget", "replan", "data"],
+    ids=["option", "budget", "data"],
 )
 def test_a_mistake_is_said_once(changed, said, files, tmp_path):
     ended = train(2, tmp_path / "out", files, "--steps", "4", *changed)

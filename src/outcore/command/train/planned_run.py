@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from outcore.integrations.optimizers import optimizer_for
 from outcore.integrations.refusals import refuse_pieces
 from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.disk import DiskStore
-from outcore.planner.timing.known_hardware import NO_TIMES
 from outcore.preparation.forecast import Loop, token_batch
 from outcore.spec.budget import Budget
 from outcore.spec.layout import CODES, lay_out_states
@@ -94,19 +92,7 @@ class PlannedRun:
         """
         _refuse_unusable(settings.budget.paths)
         source, tokenizer = _found(settings)
-        job = cls._planned(settings, _arguments(settings), source, tokenizer)
-        if settings.replan and job.model.predicted is None:
-            raise ConfigError(
-                "--replan: expected a run whose times can be predicted, but this one's cannot: OUTCORE_HARDWARE is "
-                "none, everything fits on the device, this machine cannot be measured, or the model cannot be "
-                "followed; leave --replan out"
-            )
-        return job
-
-    @classmethod
-    def _planned(
-        cls, settings: RunSettings, args: Any, source: ModelSource, tokenizer: PreTrainedTokenizerBase
-    ) -> Self:
+        args = _arguments(settings)
         if not (settings.method.has_reference and settings.lora is None):
             model, reference = _plan_model(settings, args, source, settings.budget), None
         else:
@@ -136,11 +122,6 @@ class PlannedRun:
             reference=reference,
             args=_arguments(settings),
         )
-
-    def again(self, **changes: Any) -> Self:
-        """Plan with other settings during a run, without advancing its random numbers. Raises: As ``of``."""
-        with torch.random.fork_rng(devices=[]):
-            return self._planned(dataclasses.replace(self.settings, **changes), self.args, self.source, self.tokenizer)
 
     def load_data(self, cache: Path) -> RunData:
         """Load and check what the run trains on.
@@ -247,7 +228,7 @@ class PlannedRun:
         """Return the least that the run writes: the model or its adapters, and a checkpoint if it saves any."""
         settings = self.settings
         saves = settings.training["save_strategy"] != "no" or settings.save_every_minutes is not None
-        return self._model_bytes() + (self.checkpoint_bytes() if saves or settings.replan else 0)
+        return self._model_bytes() + (self.checkpoint_bytes() if saves else 0)
 
     def checkpoint_bytes(self) -> int:
         """Return the size of one checkpoint: the model or its adapters, and their states."""
@@ -280,7 +261,6 @@ def _plan_model(settings: RunSettings, args: Any, source: ModelSource, budget: B
     optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
     for group in optimizer.param_groups:
         group["master_format"] = settings.master_format
-    _refuse_replan(settings, args)
     given = None if settings.plan is None else Plan.load(settings.plan)
     promises = given is not None and given.accumulation_steps is not None
     micro_batches = args.gradient_accumulation_steps
@@ -307,30 +287,6 @@ def _plan_model(settings: RunSettings, args: Any, source: ModelSource, budget: B
             micro_batches_in_unit=settings.unit_micro_batches,
         )
     return Planned(*found)
-
-
-def _refuse_replan(settings: RunSettings, args: Any) -> None:
-    """Raise if the other settings leave nothing to replan from or to compare steps with."""
-    if not settings.replan:
-        return
-    if settings.plan is not None or settings.hardware == NO_TIMES:
-        given = "--plan" if settings.plan is not None else f"--hardware {NO_TIMES}"
-        raise ConfigError(f"--replan: expected it without {given}, since it makes plans from times; leave one out")
-    if args.max_length is None:
-        raise ConfigError(
-            "--replan: expected --seq-len N, without which no times are predicted, but rows may have any length; set it"
-        )
-    if args.logging_strategy != "steps":
-        raise ConfigError(
-            "--replan: expected logging_strategy=steps, since logged steps are compared with their prediction, but got "
-            f"{args.logging_strategy.value}; leave one out"
-        )
-    if args.metric_for_best_model is not None or args.save_strategy == "best":
-        raise ConfigError(
-            "--replan: expected a run that keeps no best checkpoint, since the one to go on from might be removed, but "
-            "got save_strategy=best, load_best_model_at_end, metric_for_best_model or a schedule that needs "
-            "one; leave it out"
-        )
 
 
 def _refuse_activations(settings: RunSettings, args: Any) -> None:

@@ -36,7 +36,6 @@ from outcore.command.train.output.record import RunRecord
 from outcore.command.train.output.report import RunReport, is_evaluated
 from outcore.command.train.output.trace import TraceFile
 from outcore.command.train.planned_run import PlannedRun, RunData
-from outcore.command.train.replan import Replanning, may_fail_so
 from outcore.command.train.settings.description import describe
 from outcore.command.train.settings.run_settings import RunSettings
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
@@ -52,15 +51,14 @@ _REFUSALS = (ValueError, TypeError, LookupError, RuntimeError, ImportError, OSEr
 
 @dataclass(frozen=True, kw_only=True)
 class _RunParts:
-    """The parts of a run that stay the same when its plan changes."""
+    """A run that is about to train."""
 
-    terminal: Terminal
+    job: PlannedRun
     data: RunData
+    terminal: Terminal
     crew: CommandRanks
     output: OutputFolder
     report: RunReport
-    record: RunRecord
-    other: Replanning
     preemption: Preemption
 
 
@@ -81,8 +79,6 @@ def run_train(settings: RunSettings, crew: CommandRanks = ALONE) -> None:
     trace = None if settings.trace is None else TraceFile(settings.trace, out=settings.out)
     _say_items(terminal, "Settings", describe(settings))
     with _explained(output, settings):
-        if settings.replan and crew.size > 1:
-            raise ConfigError("--replan: expected one rank, since ranks plan once, but there are several; leave it out")
         crew.gather()
         budget = free_budget(settings.budget, device=settings.device)
         job = PlannedRun.of(dataclasses.replace(settings, budget=budget))
@@ -108,42 +104,20 @@ def run_train(settings: RunSettings, crew: CommandRanks = ALONE) -> None:
             if output.damaged:
                 why = "\n".join(output.damaged.values())
                 _say(terminal, "Damaged", f"{why}\nset aside; the run goes on from the one before")
-            _begin(terminal, job, data, crew, output, trace, record)
-
-
-def _begin(
-    terminal: Terminal,
-    job: PlannedRun,
-    data: RunData,
-    crew: CommandRanks,
-    output: OutputFolder,
-    trace: TraceFile | None,
-    record: RunRecord,
-) -> None:
-    """Train, and go on with another plan if one turns out to be better."""
-    other = Replanning(job, terminal, output)
-    with preemption_of(job, output.path) as preemption:
-
-        def replan(step: int) -> bool:
-            is_better = preemption.unless_asked(other.is_better, step)
-            if other.stays is not None:
-                report.expect(other.stays.expected())
-            return is_better
-
-        look = replan if job.settings.replan else None
-        with RunReport(terminal, output, trace, planned=job.expected(), replan=look) as report:
-            run = _RunParts(
-                terminal=terminal,
-                data=data,
-                crew=crew,
-                output=output,
-                report=report,
-                record=record,
-                other=other,
-                preemption=preemption,
-            )
-            if not _train(run, job):
-                _go_on(run)
+            with (
+                preemption_of(job, output.path) as preemption,
+                RunReport(terminal, output, trace, planned=job.expected()) as report,
+            ):
+                run = _RunParts(
+                    job=job,
+                    data=data,
+                    terminal=terminal,
+                    crew=crew,
+                    output=output,
+                    report=report,
+                    preemption=preemption,
+                )
+                _train(run, record)
 
 
 def _give_freed_memory_back(job: PlannedRun) -> None:
@@ -181,54 +155,22 @@ def _dry_run(terminal: Terminal, job: PlannedRun, output: OutputFolder, record: 
                 _changes(trainer.record, output.checkpoint)
 
 
-def _train(run: _RunParts, job: PlannedRun) -> bool:
-    """Train. Returns: Whether the run came to its end. If not, it stopped after a checkpoint for another plan."""
-    with _trainer(run.terminal, job, run.data, run.record, run) as (trainer, length):
-        if not _is_over(run, job, trainer, length.steps):
-            path = None if run.output.checkpoint is None else run.output.checkpoint.path
-            run.crew.tell(Todo(path))
-            trainer.train(resume_from_checkpoint=None if path is None else str(path))
-            if run.other.jobs:
-                run.other.skipped = trainer.num_skipped
-                return False
-            _end(run, job, trainer)
-    return True
-
-
-def _go_on(run: _RunParts) -> None:
-    """Go on with the other plan from the checkpoint at which the run stopped; with the old one if it makes no step."""
-    run.preemption.release()
-    other, saved, jobs = run.other, run.output.latest(), list(run.other.jobs)
-    if saved is None or saved.step != other.step:
-        raise OutcoreError(f"--replan: expected a checkpoint of step {other.step} to go on from, but it is not there")
-    while jobs:
-        job, step = jobs.pop(0), saved.step
-        run.report.expect(job.expected())
-        try:
-            with _trainer(run.terminal, job, run.data, run.record, run) as (trainer, _):
-                try:
-                    trainer.train(resume_from_checkpoint=str(saved.path))
-                finally:
-                    step = trainer.state.global_step
-                _end(run, job, trainer, skipped=other.skipped)
-        except Exception as error:
-            if not may_fail_so(error) or not jobs or step > saved.step or isinstance(error, NonFiniteStepError):
-                raise
-            _say(run.terminal, "Plan", f"the run goes on with the plan that it had, since the other one fails: {error}")
-        else:
+def _train(run: _RunParts, record: RunRecord) -> None:
+    """Train, save the model, and describe the run. Args: record: Of the run, without its data."""
+    with _trainer(run.terminal, run.job, run.data, record, run) as (trainer, length):
+        if _is_over(run, trainer, length.steps):
             return
-
-
-def _end(run: _RunParts, job: PlannedRun, trainer: Any, skipped: int = 0) -> None:
-    """Save the model and describe the run. Args: skipped: Steps without an update that came before this trainer."""
-    others: Writers = {("tokenizer_config.json",): job.tokenizer.save_pretrained}
-    try:
-        with run.output.new_model() as folder:
-            run.crew.tell(None)
-            save_model(engine_of(trainer.model, "the run"), folder, others)
-    except SmallFilesError as error:
-        raise SmallFilesError(run.output.path / MODEL, error.failed) from error  # the folder has its name now
-    _say_end(run, job, trainer, skipped + trainer.num_skipped)
+        path = None if run.output.checkpoint is None else run.output.checkpoint.path
+        run.crew.tell(Todo(path))
+        trainer.train(resume_from_checkpoint=None if path is None else str(path))
+        others: Writers = {("tokenizer_config.json",): run.job.tokenizer.save_pretrained}
+        try:
+            with run.output.new_model() as folder:
+                run.crew.tell(None)
+                save_model(engine_of(trainer.model, "the run"), folder, others)
+        except SmallFilesError as error:
+            raise SmallFilesError(run.output.path / MODEL, error.failed) from error  # the folder has its name now
+        _say_end(run, trainer)
 
 
 @contextmanager
@@ -256,11 +198,11 @@ def _trainer(
         trainer.end()
 
 
-def _is_over(run: _RunParts, job: PlannedRun, trainer: Any, steps: int) -> bool:
+def _is_over(run: _RunParts, trainer: Any, steps: int) -> bool:
     """Say where the run resumes. Returns: Whether nothing is left to do."""
     terminal, output, resumed = run.terminal, run.output, run.output.checkpoint
     if resumed is None:
-        if job.settings.resume:
+        if run.job.settings.resume:
             _say(terminal, "Resume", f"nothing was saved in {output.path}: the run begins at step 0")
         return False
     changes = _changes(trainer.record, resumed)
@@ -276,14 +218,14 @@ def _is_over(run: _RunParts, job: PlannedRun, trainer: Any, steps: int) -> bool:
         trainer.evaluate_again(resumed.path)
     output.model_of(resumed, best=trainer.args.load_best_model_at_end)
     _say(terminal, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
-    if job.settings.trace is not None:
-        terminal.print(f"no trace was recorded: {job.settings.trace}", markup=False, soft_wrap=True)
+    if run.job.settings.trace is not None:
+        terminal.print(f"no trace was recorded: {run.job.settings.trace}", markup=False, soft_wrap=True)
     return True
 
 
-def _say_end(run: _RunParts, job: PlannedRun, trainer: Any, skipped: int) -> None:
-    left_out = f", {skipped:,} of them without an update" if skipped else ""
-    model = run.output.path / MODEL
+def _say_end(run: _RunParts, trainer: Any) -> None:
+    left_out = f", {trainer.num_skipped:,} of them without an update" if trainer.num_skipped else ""
+    job, model = run.job, run.output.path / MODEL
     steps = f"{trainer.state.global_step:,}{left_out}"
     facts = {"steps": steps, **run.report.summary(), **run.preemption.saves.summary(), "model": str(model)}
     _say_items(run.terminal, "Done", facts)

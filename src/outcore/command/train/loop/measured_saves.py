@@ -46,10 +46,9 @@ class SaveDurations:
         """The step that was saved last."""
 
     def begin(self) -> None:
-        """Note that training begins, or goes on with another plan."""
-        self._is_over, self._last_s = False, time.monotonic()
-        if not self._num:
-            self._begun_s = self._last_s
+        """Note that training begins."""
+        self._is_over, self._begun_s = False, time.monotonic()
+        self._last_s = self._begun_s
 
     def end(self) -> None:
         """Note that all steps are made."""

@@ -62,7 +62,6 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         self._process = os.getpid()
         self._arrivals = _Arrivals()
         self._is_held = False
-        self._gives_way = False
         self._saves_later = False
         self._end_s: float | None = None
         self._timers: list[threading.Timer] = []
@@ -106,22 +105,6 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         """
         said = [late] if self._world is None else self._world.all_of(late)
         return next((one for one in said if one is not None), None)
-
-    def release(self) -> None:
-        """Let signals end the run at once: all that was done is saved. Raises: SystemExit: It was told to stop."""
-        self._is_held = False
-        if self.is_asked:
-            raise self.exit()
-
-    def unless_asked(self, work: Callable[[int], bool], step: int) -> bool:
-        """Return what ``work`` says of a step; False if the run is told to stop meanwhile, which ends the work."""
-        self._gives_way = True
-        try:
-            return not self.is_asked and work(step)
-        except _AskedError:
-            return False
-        finally:
-            self._gives_way = False
 
     def late(self, needs_s: float) -> str | None:
         """Return why something that takes so long is not begun; None: there is time for it."""
@@ -240,12 +223,6 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
             timer.start()
         if late := self.late(self.saves.needs_s()):  # needs_s may write a sample: no longer than the timers allow
             raise self.exit(late)
-        if self._gives_way:
-            raise _AskedError(STATUS)
-
-
-class _AskedError(SystemExit):
-    """Ends work that the run can do without."""
 
 
 class _Arrivals:

@@ -27,12 +27,11 @@ from outcore.integrations.checkpoints import refuse_damaged
 from outcore.memory.files.checkpoint_folder import clear_away, read_manifest
 from outcore.spec.manifest import MANIFEST_NAME
 
-PLAN, METRICS, MODEL, HARDWARE = "plan.json", "metrics.jsonl", "model", "hardware.json"
+PLAN, METRICS, MODEL = "plan.json", "metrics.jsonl", "model"
 _CACHE = ".outcore-data-"
 _DAMAGED = ".damaged"
 _IS_OURS = re.compile(
-    rf"{re.escape(PLAN)}|{re.escape(METRICS)}|{re.escape(HARDWARE)}|{re.escape(_CACHE)}.*|"
-    rf"checkpoint-\d+({re.escape(_DAMAGED)})?"
+    rf"{re.escape(PLAN)}|{re.escape(METRICS)}|{re.escape(_CACHE)}.*|checkpoint-\d+({re.escape(_DAMAGED)})?"
 )
 
 
@@ -124,8 +123,8 @@ class OutputFolder:
         free_bytes = shutil.disk_usage(_existing(self.path)).free
         if free_bytes < needed_bytes:
             raise ConfigError(
-                f"--out: expected room for {format_bytes(needed_bytes)} (the model, and with --save-every or "
-                f"--replan a checkpoint), but {format_bytes(free_bytes)} are free at '{self.path}'; free some, "
+                f"--out: expected room for {format_bytes(needed_bytes)} (the model, and with --save-every a "
+                f"checkpoint), but {format_bytes(free_bytes)} are free at '{self.path}'; free some, "
                 "or name a folder on another drive"
             )
 

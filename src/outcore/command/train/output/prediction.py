@@ -129,11 +129,6 @@ class PredictionComparison:
         """Whether steps have been far off for long enough, and nothing was said of it yet."""
         return len(self._off_s) >= _FOR and not self._is_explained
 
-    @property
-    def is_explained(self) -> bool:
-        """Whether ``why`` has been asked."""
-        return self._is_explained
-
     def why(self, measured: LaneTimes) -> str:
         """Return a sentence on what was predicted wrongly, once ``is_off``. Args: measured: Lanes in such steps."""
         self._is_explained, median_s = True, statistics.median(self._off_s)

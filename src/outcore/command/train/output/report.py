@@ -6,7 +6,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -56,7 +56,6 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         trace: TraceFile | None,
         *,
         planned: ExpectedRun,
-        replan: Callable[[int], bool] | None = None,
     ) -> None:
         """Report nothing yet.
 
@@ -65,26 +64,19 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             output: Begun when training begins; gets ``plan.json`` and ``metrics.jsonl``.
             trace: Gets a timeline of a few steps.
             planned: What the run's plan is expected to take.
-            replan: Called once, with a step, when steps take longer or shorter than predicted. Returns whether to stop
-                there, after a checkpoint.
         """
         self._console, self._output, self._trace = console, output, trace
         self._closing = ExitStack()
         self._shown: ProgressFunctions
         self._file: TextIO
         self._optimizer: StreamedOptimizer
-        self._replan = replan
-        self.expect(planned)
+        self._planned = planned
         self._meter: _StepMeter
         self._reported = (0, 0)  # steps and tokens
         self._tracer: StepTracer | None = None
         self._begun_s = time.perf_counter()
         self._summary: dict[str, str] = {}
         self._trained = (0, 0, 0.0)  # steps, tokens and seconds of this run
-
-    def expect(self, planned: ExpectedRun) -> None:
-        """Set what is expected of the steps that follow."""
-        self._planned = planned
 
     def __enter__(self) -> Self:
         return self
@@ -96,10 +88,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the files and the bar: from now on what the run writes stays."""
-        self._closing.close()  # what an attempt with another plan opened before it failed
         self._optimizer = kwargs["optimizer"]
-        if not self._output.has_begun:
-            self._begun_s = time.perf_counter()
+        self._begun_s = time.perf_counter()
         self._output.begin()
         self._optimizer.plan.save(self._output.path / PLAN)
         path = self._output.path / METRICS
@@ -125,10 +115,9 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             self._tracer.begin_step(state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count the step, and pause the meter for what may follow: another plan, evaluation, saving, a trace."""
+        """Count the step, and pause the meter for what may follow: evaluation, saving, a trace."""
         self._shown.move_to(state.global_step)
         self._explain(state)
-        self._stop_for_another_plan(state, control)
         if self._tracer is not None and self._tracer.is_last(state.global_step):
             self._meter.stop()
             self._tracer.close()
@@ -138,9 +127,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Pause for evaluation and saving. A run that stops for another plan does neither: no epoch ends there."""
-        if control.should_training_stop and state.global_step < state.max_steps:
-            control.should_evaluate = control.should_save = False
+        """Pause for evaluation and saving."""
         self._pause_before(control)
 
     def on_log(
@@ -186,20 +173,9 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         """Say why steps are far off their prediction, once lanes have been watched."""
         found = self._meter.watched(is_last=state.global_step == state.max_steps)
         if found is not None and self._planned.comparison.is_off:  # steps may be as predicted again
-            hint = "" if self._replan else "; outcore probe measures the machine again"
-            said = f"step {state.global_step}: {self._planned.comparison.why(found)}{hint}"
+            why = self._planned.comparison.why(found)
+            said = f"step {state.global_step}: {why}; outcore probe measures the machine again, --resume plans for it"
             self._console.print(said, markup=False, soft_wrap=True)
-
-    def _stop_for_another_plan(self, state: TrainerState, control: TrainerControl) -> None:
-        """Stop after a checkpoint of this step if there is a better plan. Not where an epoch ends, nor between logs."""
-        is_end = state.global_step == state.max_steps or state.epoch == int(state.epoch)
-        if self._replan is None or is_end or not (self._planned.comparison.is_explained and control.should_log):
-            return
-        replan, self._replan = self._replan, None
-        self._meter.stop()
-        if replan(state.global_step):
-            control.should_save = control.should_training_stop = True
-        self._meter.go_on()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -11,16 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from outcore.command.train.output.folder import HARDWARE, METRICS, MODEL, PLAN
+from outcore.command.train.output.folder import METRICS, MODEL, PLAN
 from outcore.core.errors import ConfigError
 from outcore.device.recorder import Recorder
 from outcore.spec.timeline import TRACE_BEGINNING, Timeline
 
 TRACED_STEPS = 3
 WARM_UP_STEPS = 2  # in the first steps, memory is touched and kernels are chosen for the first time
-_IS_OURS = re.compile(
-    rf"{re.escape(PLAN)}|{re.escape(HARDWARE)}|{re.escape(METRICS)}.*|\.?{re.escape(MODEL)}.*|checkpoint-\d+"
-)
+_IS_OURS = re.compile(rf"{re.escape(PLAN)}|{re.escape(METRICS)}.*|\.?{re.escape(MODEL)}.*|checkpoint-\d+")
 
 
 @final

@@ -37,8 +37,6 @@ def describe(settings: RunSettings) -> dict[str, str]:
         rest["activations"] = f"on {settings.activations} between forward and backward"
     if settings.hardware is not None:
         rest["hardware"] = settings.hardware
-    if settings.replan:
-        rest["replan"] = "where steps take longer or shorter than predicted"
     if settings.on_nonfinite != RunOptions.on_nonfinite:
         rest["on nonfinite"] = settings.on_nonfinite
     if settings.grace != RunOptions.grace:

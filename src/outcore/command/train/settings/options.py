@@ -214,15 +214,6 @@ _SHARED: Mapping[str, Any] = {
         "What outcore probe wrote, or names of parts: the machine that times are predicted for. This one by default, "
         "measured once; none: plans are made without times.",
     ),
-    "replan": _option(
-        _WHERE,
-        None,
-        "If steps are more than 20% off their prediction for 20 steps, measure the machine again, once. If "
-        "another plan is then predicted to be faster, save a checkpoint, which stays, and go on from there. On the CPU "
-        "the training is the same; on an accelerator, too, unless updates move between CPU and GPU.",
-        "--replan",
-        kind=bool,
-    ),
     "nproc": _option(
         _WHERE,
         "R",

@@ -78,8 +78,6 @@ class RunOptions:
     trace: File | None = None
     """File for a timeline of a few steps."""
     dry_run: bool = False
-    replan: bool = False
-    """If steps take longer or shorter than predicted: measure again, and go on with a better plan if there is one."""
     # SFTConfig has these two, too; DPOConfig has not.
     eos_token: str | None = None
     """Token that ends a document or turn, instead of the tokenizer's own."""
