@@ -75,7 +75,6 @@ start.main()
 
 
 def test_the_command_by_itself_says_the_same_and_ends_at_once(command: Run, config_json: Path):
-    """The command uses a second process where there is a second core."""
     asked = ("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
     done = subprocess.run([sys.executable, "-c", WHOLE, *map(str, asked)], capture_output=True, text=True, check=True)
     assert done.stdout == command(*asked).out + "closed\n"

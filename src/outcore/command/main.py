@@ -20,7 +20,6 @@ import typer
 
 from outcore.command.command import CommandLine
 from outcore.command.files import refuse_unwritable
-from outcore.command.plan.worker_process import Second
 from outcore.command.train.methods import FINE_TUNING, PREFERENCES, Method
 from outcore.command.train.settings import options
 from outcore.core.collecting import rarely_collecting
@@ -188,8 +187,8 @@ def _answer(asked: Question, out: Path | None, html: Path | None, *, fit: bool, 
         raise ConfigError(f"--html: expected another file than --out, but got '{out}' for both; name two")
     from outcore.command.train.output.notices import notices
 
-    with rarely_collecting(), Second(starts=not fit) as second, notices():
-        _fit(asked, as_json=as_json) if fit else _plan(asked, second, out, html, as_json=as_json)
+    with rarely_collecting(), notices():
+        _fit(asked, as_json=as_json) if fit else _plan(asked, out, html, as_json=as_json)
 
 
 def _fit(asked: Question, *, as_json: bool) -> None:
@@ -208,14 +207,14 @@ def _fit(asked: Question, *, as_json: bool) -> None:
     print(fitting.to_json(models) if as_json else fitted(fitting.to_text(models), sys.stdout))
 
 
-def _plan(asked: Question, second: Second, out: Path | None, html: Path | None, *, as_json: bool) -> None:
+def _plan(asked: Question, out: Path | None, html: Path | None, *, as_json: bool) -> None:
     from outcore.command.plan.answer import answer_for, machine_for, source_of
     from outcore.command.plan.text import to_json, to_text
     from outcore.command.terminal import fitted
 
     source, hardware = source_of(asked.model), machine_for(asked)
     try:
-        found = answer_for(asked, source, hardware, second.map if second.is_there else map)
+        found = answer_for(asked, source, hardware)
     except PlanInfeasibleError as error:
         from outcore.command.plan.misfit import Misfit
         from outcore.command.plan.page import write_misfit

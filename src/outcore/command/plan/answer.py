@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Self, cast, get_args
@@ -71,8 +71,6 @@ class Answer:
     """Which activations leave the device."""
     guess: str = ""
     """Why the model could not be followed on shapes; empty if it could."""
-    over: Callable[..., Iterable[Any]] = field(default=map, compare=False)
-    """See ``answer``."""
 
     @property
     def hardware(self) -> Hardware:
@@ -98,12 +96,7 @@ class Answer:
     @cached_property
     def changes(self) -> tuple[SettingChange, ...]:
         """The changes that would help most; none if the model could not be followed on shapes."""
-        over = self.over if self.over is map else functools.partial(self.over, before=self._all_else)
-        return () if self.guess else best_changes(self.setting, self.found, over=over)
-
-    def _all_else(self) -> None:
-        """Work out what is shown besides the changes."""
-        _ = self.loads, self.least, self.found.bound, self.found.simulation.timeline
+        return () if self.guess else best_changes(self.setting, self.found)
 
     @cached_property
     def loads(self) -> tuple[TierLoad, ...]:
@@ -189,18 +182,17 @@ class Answer:
         return {lane: value / self.found.simulation.num_steps for lane, value in sums.items()}
 
 
-def answer(question: Question, over: Callable[..., Iterable[Any]] = map) -> Answer:
+def answer(question: Question) -> Answer:
     """Plan for a model on a machine. No weights are needed, and neither is the machine.
 
     Args:
         question: What is asked.
-        over: Like ``map``, but may work out several items at once.
 
     Raises:
         ConfigError: An option that cannot be used.
         PlanInfeasibleError: The model does not fit; the error says what would do.
     """
-    return answer_for(question, source_of(question.model), machine_for(question), over)
+    return answer_for(question, source_of(question.model), machine_for(question))
 
 
 def source_of(model: str) -> ModelSource:
@@ -209,11 +201,9 @@ def source_of(model: str) -> ModelSource:
     return find_shapes(model) if known is None else known.source
 
 
-def answer_for(
-    question: Question, source: ModelSource, hardware: Hardware, over: Callable[..., Iterable[Any]] = map
-) -> Answer:
+def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> Answer:
     """Answer for a model and a machine that were found already. Raises: As ``answer``."""
-    return _asking(question, source, hardware).answer(over)
+    return _asking(question, source, hardware).answer()
 
 
 def usual_plan(question: Question, source: ModelSource, hardware: Hardware) -> Plan:
@@ -273,10 +263,10 @@ class _Asking:
         self._loop = Loop(question.grad_accum, clips=question.clipping, is_promised=True, makes_logits=makes_logits)
         self._profile_of = functools.cache(self._profile)
 
-    def answer(self, over: Callable[..., Iterable[Any]]) -> Answer:
+    def answer(self) -> Answer:
         """Choose as a run would."""
         with of_a_node(self._question.ranks.per_node), self._as_in_a_run():
-            return self._chosen(over)
+            return self._chosen()
 
     def usual(self) -> Plan:
         """Follow the rule."""
@@ -292,12 +282,10 @@ class _Asking:
             loop=self._loop,
         )
 
-    def _chosen(self, over: Callable[..., Iterable[Any]]) -> Answer:
+    def _chosen(self) -> Answer:
         asked, profile = self._question, self._profile_of(self._question.batch_size)
         options = self._options()
         timed = Timed(self._cut, options, self._machine, profile=profile, ranks=asked.ranks)
-        if (forecast := timed.forecast()) is not None:
-            forecast.simulated.over = over
         placed = self._placed(options, timed)
         ways = [None if sending is None else sending.away for sending in (placed.rule, placed.sending)]
         if profile.footprint is not None and self._machine.activation_share:
@@ -320,9 +308,7 @@ class _Asking:
         forecast = timed.forecast()
         simulated = None if forecast is None else forecast.simulated
         found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate, simulated), plan=placed.plan)
-        return Answer(
-            question=asked, setting=setting, found=found, sending=placed.sending, guess=self._guess, over=over
-        )
+        return Answer(question=asked, setting=setting, found=found, sending=placed.sending, guess=self._guess)
 
     def _placed(self, options: Options, timed: Timed, *, searches: bool = True) -> PlacedPlan:
         """Return the plan of a run; for several ranks, also choose how they share weights."""

@@ -297,7 +297,7 @@ def _curves(answer: Answer) -> list[dict[str, Any]]:
     def curve(name: str, points: Sequence[CurvePoint], *, is_bytes: bool) -> dict[str, Any]:
         return {"name": name, "is_bytes": is_bytes, "points": [point._asdict() for point in points]}
 
-    over = curves(answer.setting, answer.found, over=answer.over)
+    over = curves(answer.setting, answer.found)
     return [
         curve("Device memory", over.device_memory, is_bytes=True),
         curve("Host memory", over.host_memory, is_bytes=True),

@@ -21,8 +21,7 @@ _DAY_S = 86400.0
 
 def to_text(found: Answer) -> str:
     """Return the answer as text: what is predicted, where everything lives, and which plans lost and why."""
-    helps = list(_helps(found))  # first: a second process may share this work while the rest is worked out
-    rows = [*_facts(found), *_memory(found), *_runners_up(found), *helps]
+    rows = [*_facts(found), *_memory(found), *_runners_up(found), *_helps(found)]
     width = max(len(name) for name, _ in rows)
     lines = (f"{name:<{width}}  {value}".rstrip() for name, value in rows)
     return "\n".join([*lines, "", plan_table(found.spec, found.found.plan, found.limits)])
