@@ -26,6 +26,7 @@ from trl import DPOConfig, SFTConfig
 import outcore
 from outcore.command.main import app, main
 from outcore.command.train.data.load import load_data
+from outcore.command.train.methods import FINE_TUNING
 from outcore.command.train.settings.run_settings import resolve
 from outcore.command.train.settings.schema import SHORT_NAMES
 from outcore.integrations.refusals import _ARGUMENTS as REFUSED
@@ -181,7 +182,7 @@ def test_settings_resolve(text: str, tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     needed = {name: name for name in ("model", "data", "out") if f"{name}:" not in text}
-    settings = resolve(file, needed, [])
+    settings = resolve(file, needed, [], FINE_TUNING)
     assert settings.budget.disk
 
 
@@ -192,7 +193,7 @@ def test_commands_parse(text: str):
         if words[:2] == ["outcore", "train"]:
             context = COMMAND.make_context("train", words[2:])
             assignments = context.params["assignments"] or []
-            resolve(None, {"model": "m", "data": "d", "out": "o"}, assignments)
+            resolve(None, {"model": "m", "data": "d", "out": "o"}, assignments, FINE_TUNING)
 
 
 @pytest.mark.parametrize("kind", ["text", "prompt_completion", "messages"])
@@ -200,7 +201,7 @@ def test_data_is_read(kind: str, tmp_path: Path):
     text, prompt_completion, messages, *_ = blocks(TRAIN, "json")
     texts = {"text": text, "prompt_completion": prompt_completion, "messages": messages}
     (tmp_path / "rows.jsonl").write_text(texts[kind])
-    data = load_data([str(tmp_path / "rows.jsonl")], flag="--data", cache=tmp_path / "cache")
+    data = load_data([str(tmp_path / "rows.jsonl")], flag="--data", cache=tmp_path / "cache", method=FINE_TUNING)
     assert (data.kind, len(data.rows), data.notices) == (kind, 2, ())
 
 

@@ -13,7 +13,8 @@ from trl import maybe_convert_to_chatml
 
 from outcore.command.train.data.foreign_rows import ALPACA, SHARE_GPT
 from outcore.command.train.data.load import load_data
-from outcore.command.train.methods import FINE_TUNING, PREFERENCES, Method
+from outcore.command.train.method import Method
+from outcore.command.train.methods import FINE_TUNING, PREFERENCES
 from outcore.core.errors import ConfigError
 
 from .conftest import write_jsonl
@@ -119,7 +120,7 @@ def test_is_what_trl_makes_of_it(tmp_path):
 def test_a_table_too(tmp_path):
     rows = [{"instruction": "u", "input": None, "output": "a", "id": 7}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    data = load_data([str(tmp_path / "a.parquet")], flag="--data", cache=tmp_path)
+    data = load_data([str(tmp_path / "a.parquet")], flag="--data", cache=tmp_path, method=FINE_TUNING)
     assert data.rows.to_list() == [{"prompt": [USER], "completion": [ASSISTANT]}]
     assert data.notices == (ALPACA, "not used: id")
 

@@ -18,7 +18,8 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from outcore import Budget
-from outcore.command.train.methods import FINE_TUNING, PREFERENCES, Method
+from outcore.command.train.method import Method
+from outcore.command.train.methods import FINE_TUNING, PREFERENCES
 from outcore.command.train.settings import schema
 from outcore.command.train.settings.description import describe
 from outcore.command.train.settings.fields import CheckedSetting
@@ -46,7 +47,7 @@ def settle(yaml: str | bytes | None = None, *assignments: str, **flags: object) 
     if yaml is not None:
         Path(CONFIG).write_bytes(yaml if isinstance(yaml, bytes) else yaml.encode())
     given = {name: value for name, value in (JOB | flags).items() if value is not None}
-    return resolve(None if yaml is None else Path(CONFIG), given, assignments)
+    return resolve(None if yaml is None else Path(CONFIG), given, assignments, FINE_TUNING)
 
 
 def refusal(*args: object, **flags: object) -> str:
@@ -106,11 +107,11 @@ class TestFile:
 
     def test_missing(self):
         with pytest.raises(ConfigError, match=r"'no\.yaml': expected a YAML file .* No such file .* check the path"):
-            resolve(Path("no.yaml"), JOB, [])
+            resolve(Path("no.yaml"), JOB, [], FINE_TUNING)
 
     def test_a_folder(self):
         with pytest.raises(ConfigError, match=r"'\.': expected a YAML file .* Is a directory"):
-            resolve(Path(), JOB, [])
+            resolve(Path(), JOB, [], FINE_TUNING)
 
     def test_unreadable(self, monkeypatch):
         def refuse(*_: object) -> None:
@@ -118,21 +119,22 @@ class TestFile:
 
         monkeypatch.setattr(Path, "open", refuse)
         with pytest.raises(ConfigError, match=r"'locked\.yaml': .* Permission denied"):
-            resolve(Path("locked.yaml"), JOB, [])
+            resolve(Path("locked.yaml"), JOB, [], FINE_TUNING)
 
     def test_a_name_that_is_none(self):
         with pytest.raises(ConfigError, match="null"):
-            resolve(Path("a\0b"), JOB, [])
+            resolve(Path("a\0b"), JOB, [], FINE_TUNING)
 
     def test_an_endless_file_is_not_read_to_its_end(self):
         with pytest.raises(ConfigError, match="more than 1 MiB"):
-            resolve(Path("/dev/zero"), JOB, [])
+            resolve(Path("/dev/zero"), JOB, [], FINE_TUNING)
 
     def test_is_found_wrong_before_the_trainers_are_imported(self):
         """A typing mistake is reported at once: importing trl takes seconds."""
         code = (
-            "import sys\nfrom pathlib import Path\nfrom outcore.command.train.settings.run_settings import resolve\n"
-            "try: resolve(Path('no.yaml'), {}, [])\n"
+            "import sys\nfrom pathlib import Path\nfrom outcore.command.train.methods import FINE_TUNING\n"
+            "from outcore.command.train.settings.run_settings import resolve\n"
+            "try: resolve(Path('no.yaml'), {}, [], FINE_TUNING)\n"
             "except Exception as error: print(type(error).__name__)\n"
             "print('torch' in sys.modules)"
         )
@@ -164,7 +166,7 @@ class TestFile:
         folder = tmp_path / "configs"
         folder.mkdir()
         (folder / CONFIG).write_text("out: run\ndata: ~/train.txt\noutcore: {disk: ~/swap}\n")
-        settings = resolve(folder / CONFIG, {"model": "m"}, [])
+        settings = resolve(folder / CONFIG, {"model": "m"}, [], FINE_TUNING)
         assert settings.out == Path("run")
         assert settings.data == (os.path.expanduser("~/train.txt"),)
         assert settings.budget.disk == (os.path.expanduser("~/swap"),)

@@ -22,6 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from outcore.command.train.data import readers
 from outcore.command.train.data.load import Data, load_data
 from outcore.command.train.data.sources import shares, sources_of
+from outcore.command.train.methods import FINE_TUNING
 from outcore.command.train.model.byte_tokenizer import END, TURN, byte_tokenizer
 from outcore.core.errors import ConfigError
 
@@ -51,7 +52,7 @@ def parquet(path: Path, *rows: dict[str, Any]) -> Path:
 
 
 def load(path: Path, cache: Path | None = None):
-    return load_data([str(path)], flag="--data", cache=cache or path.parent / "cache")
+    return load_data([str(path)], flag="--data", cache=cache or path.parent / "cache", method=FINE_TUNING)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -160,7 +161,12 @@ class TestKinds:
     def test_several_follow_one_another(self, tmp_path: Path):
         (tmp_path / "b.txt").write_text("b")
         (tmp_path / "a.jsonl").write_text(jsonl({"text": "a"}, {"text": "c"}))
-        data = load_data([str(tmp_path / n) for n in ("b.txt", "a.jsonl")], flag="--data", cache=tmp_path / "cache")
+        data = load_data(
+            [str(tmp_path / n) for n in ("b.txt", "a.jsonl")],
+            flag="--data",
+            cache=tmp_path / "cache",
+            method=FINE_TUNING,
+        )
         assert [row["text"] for row in data.rows] == ["b", "a", "c"]
         assert data.sources == (f"{tmp_path}/b.txt: 1 rows", f"{tmp_path}/a.jsonl: 2 rows")
 
@@ -171,7 +177,7 @@ class TestKinds:
             names.append(f"{tmp_path}/{name}.jsonl:{weight}")
 
         def draw(seed: int) -> list[str]:
-            data = load_data(names, flag="--data", cache=tmp_path / "cache", seed=seed)
+            data = load_data(names, flag="--data", cache=tmp_path / "cache", method=FINE_TUNING, seed=seed)
             assert data.sources[1] == f"{tmp_path}/b.jsonl: 10 rows, 30 drawn (weight 3)"
             return [row["text"] for row in data.rows]
 
@@ -203,7 +209,7 @@ class TestKinds:
             "owner/name:test": ["c"],
             "owner/name:main:train[1:]": ["b"],
         }.items():
-            data = load_data([name], flag="--data", cache=tmp_path / "cache")
+            data = load_data([name], flag="--data", cache=tmp_path / "cache", method=FINE_TUNING)
             assert [row["text"] for row in data.rows] == texts
             assert data.notices == ("not used: label",)
             assert Path(data.rows.cache_files[0]["filename"]).is_relative_to(tmp_path)
@@ -531,30 +537,32 @@ class TestRefusals:
         for name, text in (("a", "one"), ("b", "two"), ("empty", "")):
             (tmp_path / f"{name}.txt").write_text(text)
         with pytest.raises(ConfigError, match=says):
-            load_data([name.format(tmp_path) for name in names], flag="--data", cache=tmp_path / "cache")
+            load_data(
+                [name.format(tmp_path) for name in names], flag="--data", cache=tmp_path / "cache", method=FINE_TUNING
+            )
         assert not (tmp_path / "cache").exists()
 
     def test_nothing_named(self, tmp_path: Path):
         with pytest.raises(ConfigError, match="--eval-data '': expected a file"):
-            load_data([""], flag="--eval-data", cache=tmp_path / "cache")
+            load_data([""], flag="--eval-data", cache=tmp_path / "cache", method=FINE_TUNING)
 
     @pytest.mark.parametrize("name", ["owner/name", "owner/name:test", "name"])
     def test_unknown_data_set(self, tmp_path: Path, name: str):
         with pytest.raises(ConfigError, match=f"^--data '{name}': expected a file or directory here, or the ID"):
-            load_data([name], flag="--data", cache=tmp_path / "cache")
+            load_data([name], flag="--data", cache=tmp_path / "cache", method=FINE_TUNING)
         assert os.listdir(tmp_path) == []
 
     def test_unknown_split_and_config(self, tmp_path: Path):
         write_hub_cache("owner___name", "main", {"train": ["a"]})
         for name, said in {"owner/name:nope": "nope", "owner/name:other:train": "Available configs"}.items():
             with pytest.raises(ConfigError, match=f"^--data '{name}': expected .*{said}"):
-                load_data([name], flag="--data", cache=tmp_path / "cache")
+                load_data([name], flag="--data", cache=tmp_path / "cache", method=FINE_TUNING)
 
     def test_local_folder_has_no_splits(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "corpus").mkdir()
         with pytest.raises(ConfigError, match="'corpus:test': expected a file or a directory"):
-            load_data(["corpus:test"], flag="--data", cache=tmp_path / "cache")
+            load_data(["corpus:test"], flag="--data", cache=tmp_path / "cache", method=FINE_TUNING)
 
     def test_unreadable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         def refused(path: Path, *_: object, **__: object) -> None:

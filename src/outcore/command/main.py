@@ -20,7 +20,8 @@ import typer
 
 from outcore.command.command import CommandLine
 from outcore.command.files import refuse_unwritable
-from outcore.command.train.methods import FINE_TUNING, PREFERENCES, Method
+from outcore.command.train.method import Method
+from outcore.command.train.methods import FINE_TUNING, PREFERENCES
 from outcore.command.train.settings import options
 from outcore.core.collecting import rarely_collecting
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError

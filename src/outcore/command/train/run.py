@@ -27,10 +27,10 @@ from outcore.checkpoint.weights.export import save_model
 from outcore.checkpoint.weights.small_files import SmallFilesError, Writers
 from outcore.command.terminal import Terminal
 from outcore.command.train.command_ranks import ALONE, CommandRanks
+from outcore.command.train.facts import Length, facts_of_data, facts_of_model
 from outcore.command.train.follow import Todo, preemption_of
 from outcore.command.train.loop.nonfinite import NonFiniteStepError
 from outcore.command.train.loop.preemption import Preemption
-from outcore.command.train.output.facts import Length, facts_of_data, facts_of_model
 from outcore.command.train.output.folder import METRICS, MODEL, Checkpoint, OutputFolder
 from outcore.command.train.output.record import RunRecord
 from outcore.command.train.output.report import RunReport, is_evaluated

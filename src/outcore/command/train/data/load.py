@@ -17,9 +17,9 @@ from datasets.arrow_writer import ArrowWriter
 from datasets.exceptions import DatasetsError
 
 from outcore.command.train.data.readers import find_files, read_records, without_nulls_inside
-from outcore.command.train.data.records import COLUMNS, Kind, Record, Rows
+from outcore.command.train.data.records import COLUMNS, Record, Rows
 from outcore.command.train.data.sources import DataSource, drawn, hub_name, shares, sources_of
-from outcore.command.train.methods import FINE_TUNING, Method
+from outcore.command.train.method import Kind, Method
 from outcore.core.errors import ConfigError
 
 _BATCH_ROWS, _BATCH_BYTES = 1000, 2**22  # what is written at once, and so what is decoded at once later
@@ -41,7 +41,7 @@ class Data:
     """Rows of each source, in words; empty if all rows of a single one are there."""
 
 
-def load_data(names: Sequence[str], *, flag: str, cache: Path, method: Method = FINE_TUNING, seed: int = 0) -> Data:
+def load_data(names: Sequence[str], *, flag: str, cache: Path, method: Method, seed: int = 0) -> Data:
     """Load and check training or evaluation data.
 
     Args:

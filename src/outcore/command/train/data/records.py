@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import datasets
 
 from outcore.command.train.data.foreign_rows import read_foreign
 from outcore.command.train.data.json_types import type_name
-from outcore.command.train.methods import Method
+from outcore.command.train.method import Kind, Method
 from outcore.core.errors import ConfigError
-
-Kind = Literal["text", "prompt_completion", "messages", "preferences"]
 
 COLUMNS = (
     *("messages", "prompt", "completion", "text", "chosen", "rejected", "tools", "chat_template_kwargs"),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from outcore.command.train.output.report import finite
 from outcore.command.train.settings.outcore_settings import OnNonfinite
 from outcore.core.errors import OutcoreError
 from outcore.integrations.transformers import OutcoreMixin
@@ -107,12 +107,3 @@ class FiniteSteps(OutcoreMixin):
         """Save a state that is valid JSON: before the first finite evaluation, the best metric is infinite or None."""
         self.state.best_metric = finite(self.state.best_metric)
         super()._save_checkpoint(model, trial)
-
-
-def finite(value: Any) -> Any:
-    """Return a value with None in place of numbers that are not finite, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,7 +16,6 @@ from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from outcore.command.progress import ProgressFunctions, StepReport, progress
-from outcore.command.train.loop.nonfinite import finite
 from outcore.command.train.output.folder import METRICS, PLAN, OutputFolder
 from outcore.command.train.output.prediction import LaneTimes, PredictionComparison
 from outcore.command.train.output.record import RunRecord
@@ -217,6 +216,15 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
         self._file.flush()
+
+
+def finite(value: Any) -> Any:
+    """Return a value with None in place of numbers that are not finite, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def keep_until(metrics: Path, step: int, *, is_evaluated: bool = True) -> None:

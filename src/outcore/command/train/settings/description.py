@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from outcore.command.train.methods import Method
+from outcore.command.train.method import Method
 from outcore.command.train.settings.outcore_settings import RunOptions
 from outcore.command.train.settings.run_settings import RunSettings
 from outcore.command.train.settings.schema import DEFAULTS

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from outcore.command.train.methods import FINE_TUNING, Method
+from outcore.command.train.method import Method
 from outcore.command.train.model.quantization import Quantization, quantization_of
 from outcore.command.train.settings.at_once import refuse_incomplete
 from outcore.command.train.settings.fields import CheckedSetting
@@ -49,9 +49,7 @@ class RunSettings(RunOptions):
         return ", ".join(self.data)
 
 
-def resolve(
-    config: Path | None, flags: Mapping[str, Any], assignments: Sequence[str], method: Method = FINE_TUNING
-) -> RunSettings:
+def resolve(config: Path | None, flags: Mapping[str, Any], assignments: Sequence[str], method: Method) -> RunSettings:
     """Put a run's settings together. Only ``config`` is read, and nothing is written.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from pydantic import Field
 
-from outcore.command.train.methods import Method
+from outcore.command.train.method import Method
 from outcore.command.train.settings.fields import CheckedSetting, SettingKind, admitted
 from outcore.command.train.settings.given_settings import GivenSetting, shown
 from outcore.command.train.settings.outcore_settings import OutcoreSettings

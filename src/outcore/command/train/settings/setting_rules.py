@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from outcore.command.train.data.sources import sources_of
-from outcore.command.train.methods import Method
+from outcore.command.train.method import Method
 from outcore.command.train.settings.fields import CheckedSetting
 from outcore.command.train.settings.given_settings import shown
 from outcore.core.errors import ConfigError, UnsupportedError
