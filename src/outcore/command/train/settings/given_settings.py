@@ -70,7 +70,16 @@ class GivenSetting:
 
 def from_flags(flags: Mapping[str, object]) -> list[GivenSetting]:
     """Read what the command line's own options hold: name -> value."""
-    return [GivenSetting(key=key, value=value, where=f"--{key.replace('_', '-')}") for key, value in flags.items()]
+    return [
+        GivenSetting(
+            key=key,
+            value=value if read is None else read,  # an empty text is not null
+            where=f"--{key.replace('_', '-')}",
+            text=value if isinstance(value, str) else None,
+        )
+        for key, value in flags.items()
+        for read in [from_yaml(value) if isinstance(value, str) else value]
+    ]
 
 
 def from_assignments(assignments: Sequence[str]) -> list[GivenSetting]:

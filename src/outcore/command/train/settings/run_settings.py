@@ -17,10 +17,9 @@ from typing import Any
 from outcore.command.train.method import Method
 from outcore.command.train.model.quantization import Quantization, quantization_of
 from outcore.command.train.settings.at_once import refuse_incomplete
-from outcore.command.train.settings.fields import CheckedSetting
 from outcore.command.train.settings.given_settings import from_assignments, from_flags, shown
 from outcore.command.train.settings.outcore_settings import RunOptions
-from outcore.command.train.settings.schema import SECTIONS, Schema
+from outcore.command.train.settings.schema import SECTIONS, CheckedSetting, Schema
 from outcore.command.train.settings.setting_rules import LENGTHS, check_lora, check_training, refuse_contradictions
 from outcore.command.train.settings.yaml_file import read_yaml
 from outcore.core.errors import ConfigError, OutcoreError

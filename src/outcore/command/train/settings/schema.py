@@ -1,6 +1,7 @@
-"""Every setting there is: TRL's, PEFT's ``LoraConfig`` and outcore's own.
+"""Every setting there is: fields of TRL's class, of PEFT's ``LoraConfig`` and outcore's own, by their annotations.
 
-The three classes are the list. This module adds what their annotations do not say and their constructors do not check.
+What an annotation does not say, the libraries judge themselves when their classes are made (``setting_rules``). Here
+stands only what they would judge in the middle of a run or not at all, and what this command decides in their place.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
+from types import GenericAlias
 from typing import Any, get_type_hints
 
-from pydantic import Field
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from outcore.command.train.method import Method
-from outcore.command.train.settings.fields import CheckedSetting, SettingKind, admitted
 from outcore.command.train.settings.given_settings import GivenSetting, shown
 from outcore.command.train.settings.outcore_settings import OutcoreSettings
 from outcore.core.errors import ConfigError
@@ -49,25 +50,18 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Defaults of the commands that differ from TRL's class. Names that the class does not have are ignored."""
 
-_LIMITS: Mapping[str, Any] = {
-    **dict.fromkeys(
-        (
-            *("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-            *("save_total_limit", "eval_accumulation_steps", "dataloader_prefetch_factor", "dataset_num_proc"),
-            *("pad_to_multiple_of", "lora.r", "lora.lora_alpha"),
-        ),
-        Field(ge=1),
-    ),
-    **dict.fromkeys(("num_train_epochs", "learning_rate", "save_steps", "eval_steps", "logging_steps"), Field(gt=0)),
-    "neftune_noise_alpha": Field(gt=0),
-    **dict.fromkeys(("beta", "weight_decay"), Field(ge=0)),
-    **dict.fromkeys(("max_grad_norm", "router_aux_loss_coef", "eval_delay", "dataloader_num_workers"), Field(ge=0)),
-    **dict.fromkeys(("label_smoothing_factor", "label_smoothing", "ld_alpha"), Field(ge=0, le=1)),
-    **dict.fromkeys(("seed", "data_seed"), Field(ge=0, lt=2**32)),  # NumPy's seeds are 32 bits
-    "max_length": Field(ge=2),  # a token and the one to predict
-    "lora.lora_dropout": Field(ge=0, lt=1),
+_LEAST: Mapping[str, int] = {
+    **dict.fromkeys(("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"), 1),
+    **dict.fromkeys(("gradient_accumulation_steps", "save_total_limit", "pad_to_multiple_of", "lora.r"), 1),
+    **dict.fromkeys(("max_grad_norm", "weight_decay", "seed", "data_seed"), 0),
+    "max_length": 2,  # a token and the one to predict
 }
-"""Limits of numbers that no library checks before the run has begun."""
+_ABOVE_0 = ("num_train_epochs", "learning_rate", "save_steps")
+_WORDS: Mapping[str, Sequence[str]] = {"lora.task_type": ("CAUSAL_LM",), "lora.peft_type": ("LORA",)}
+_MANY = 12
+"""The most words that a message lists."""
+_MOST = 2**63
+"""torch and NumPy take no larger numbers."""
 
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(
@@ -96,26 +90,66 @@ INSTEAD: Mapping[str, str] = {
 }
 """Settings that have no effect here, or a wrong one -> what to do instead. Their defaults are accepted."""
 
-_WITHOUT_DEFAULT = {"max_steps", "save_steps", "lora.r"}
-"""Settings that mean another way of training if they are left out, not the number that the class has for them."""
+_CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-def _words(method: Method) -> dict[str, Sequence[str]]:
-    """Return the words that a setting takes, for settings that their class annotates as mere text."""
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+@dataclass(frozen=True)
+class CheckedSetting:
+    """A setting whose name and value are right by themselves."""
 
-    from outcore.integrations.optimizers import OPTIMIZERS
+    value: Any
+    where: str
 
-    return {
-        "include_num_input_tokens_seen": ("all", "non_padding", "no"),
-        "pad_to_multiple_of": ("auto",),
-        "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
-        "metric_for_best_model": [*(name.removeprefix("eval_") for name in method.metrics), *method.metrics],
-        "optim": OPTIMIZERS,
-        "report_to": (*sorted(INTEGRATION_TO_CALLBACK), "all", "none"),
-        "lora.task_type": ("CAUSAL_LM",),
-        "lora.peft_type": ("LORA",),
-    }
+
+@dataclass(frozen=True)
+class SettingKind:
+    """The values that one setting takes."""
+
+    hint: Any
+    default: Any
+    """``dataclasses.MISSING`` where there is none, or none that is worth saying."""
+    words: Sequence[str] = ()
+    """What its text may be; empty: any."""
+
+    def read(self, given: GivenSetting) -> Any:
+        """Return the setting's value from what was given: as it is, then as pydantic converts it or what was typed.
+
+        Raises:
+            ConfigError: The setting does not take it. No setting takes numbers that are not finite.
+        """
+        hint: Any = GenericAlias(list, self.hint)  # pydantic takes no configuration for a lone dataclass
+        adapter, typed = TypeAdapter(hint, config=_CHECKED), given.value if given.text is None else given.text
+        readings = [(given.value, True)]
+        readings += [(reading, False) for reading in (given.value, typed) if not isinstance(reading, bool)]
+        readings += [(None, True)] if str(typed).lower() in ("none", "null") else []
+        expected: dict[str, None] = {}
+        for reading, is_strict in readings:
+            try:
+                value = adapter.validate_python([reading], strict=is_strict)[0]
+            except ValidationError as error:
+                if not expected or not is_strict:
+                    expected = dict.fromkeys(map(_expected, error.errors()))
+            else:
+                wrong = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str)]
+                if not self.words or all(word in self.words for word in wrong):
+                    return reading if isinstance(value, float) and value == reading else value  # 3 stays 3, not 3.0
+                near = difflib.get_close_matches(str(value), self.words, n=_MANY, cutoff=0)
+                nearest = f"{len(self.words)} words, such as {', '.join(near[:3])}"
+                expected = {f"one of {', '.join(self.words) if len(self.words) <= _MANY else nearest}": None}
+        said = " or ".join(expected) or "a value of another type"
+        usual = "" if self.default in (MISSING, None) else f", or leave it out for {shown(self.default)}"
+        near = difflib.get_close_matches(shown(given.value).strip("'"), self.words, n=1)
+        repair = f"did you mean '{near[0]}'?" if near and near[0] != given.value else f"correct it{usual}"
+        raise ConfigError(f"{given.where}: expected {said}, but got {shown(given.value)}; {repair}")
+
+
+def _expected(error: Mapping[str, Any]) -> str:
+    """Put pydantic's words into a sentence."""
+    _, is_usual, said = error["msg"].rpartition("Input should be ")
+    key = f" '{error['loc'][-1]}'" if error["type"] in ("missing", "unexpected_keyword_argument") else ""
+    if not is_usual:
+        return f"a value that fits ({said.removeprefix('Value error, ')}{key})"
+    return f"{'a number ' if said.startswith(('greater', 'less')) else ''}{said.partition(', unable to ')[0]}"
 
 
 class Schema:
@@ -130,13 +164,19 @@ class Schema:
         # Imported here: PEFT and TRL take seconds, and a broken YAML file is found before.
         from peft import LoraConfig
 
-        config, words = method.config_class(), _words(method)
+        from outcore.integrations.optimizers import OPTIMIZERS
+
+        config = method.config_class()
         self._config_name = config.__name__
         self._names = {**SHORT_NAMES, **other_names([field.name for field in dataclasses.fields(config)])}
+        words = {
+            **_WORDS,
+            "optim": OPTIMIZERS,
+            "metric_for_best_model": [*(name.removeprefix("eval_") for name in method.metrics), *method.metrics],
+        }
         self.kinds = {key: kind for key, kind in _kinds(config, words) if key not in self._names}
-        own = dict(_kinds(OutcoreSettings, words, "outcore."))
-        self.kinds |= {key: kind for key, kind in own.items() if key.removeprefix("outcore.") not in self.kinds}
-        self.kinds |= _kinds(LoraConfig, words, "lora.")
+        own = {key: kind for key, kind in _kinds(OutcoreSettings, words, "outcore.") if key[8:] not in self.kinds}
+        self.kinds |= own | dict(_kinds(LoraConfig, words, "lora."))
         self.defaults = {key: value for key, value in DEFAULTS.items() if key in self.kinds}
 
     def check(self, given: Iterable[GivenSetting]) -> dict[str, CheckedSetting]:
@@ -185,27 +225,41 @@ class Schema:
         )
 
     def _value(self, key: str, given: GivenSetting) -> Any:
-        value = self.kinds[key].read(given)
-        if key in INSTEAD and value != self.kinds[key].default:
+        value, default = self.kinds[key].read(given), self.kinds[key].default
+        if key in INSTEAD and value != default:
             got = "a value" if key.endswith("_token") else shown(value)  # a secret must not get into a log
             raise ConfigError(f"{given.where}: expected this to be left out, but got {got}; {INSTEAD[key]}")
+        if isinstance(value, int | float):
+            _refuse_number(key, value, given, default)
         return value
+
+
+def _refuse_number(key: str, value: float, given: GivenSetting, default: Any) -> None:
+    least = _LEAST.get(key)
+    if not abs(value) < _MOST:
+        expected = f"a number less than {_MOST}"
+    elif least is not None and value < least:
+        expected = f"a number of at least {least}"
+    elif key in _ABOVE_0 and value <= 0:
+        expected = "a number above 0"
+    else:
+        return
+    # Without these, a run is not what it is with the number that their class has for them.
+    usual = "" if default in (MISSING, None) or key in ("max_steps", "save_steps", "lora.r") else shown(default)
+    repair = "correct it" + (f", or leave it out for {usual}" if usual else "")
+    raise ConfigError(f"{given.where}: expected {expected}, but got {shown(given.value)}; {repair}")
 
 
 def _kinds(config: Any, words: Mapping[str, Sequence[str]], prefix: str = "") -> Iterator[tuple[str, SettingKind]]:
     hints = get_type_hints(config, include_extras=True)
     for field in dataclasses.fields(config):
-        key = prefix + field.name
         if not field.init:
             continue
-        choices = words.get(key) or field.metadata.get("choices") or ()
-        if key == "loss_type" and not choices:  # TRL lists them in its help text alone
-            choices = tuple(dict.fromkeys(re.findall(r"`'(\w+)'`", field.metadata.get("help", ""))))
-        default = MISSING if key in _WITHOUT_DEFAULT else DEFAULTS.get(key, field.default)
-        yield (
-            key,
-            SettingKind(admitted(hints[field.name], choices, _LIMITS.get(key)), getattr(default, "value", default)),
-        )
+        key, choices = prefix + field.name, tuple(field.metadata.get("choices", ()))
+        if field.name in ("loss_type", "f_divergence_type"):  # listed in help texts alone, and judged in the first step
+            choices = tuple(dict.fromkeys(re.findall(r"`'(\w+)'`", field.metadata.get("help", "")))) or choices
+        default = DEFAULTS.get(key, field.default)
+        yield key, SettingKind(hints[field.name], getattr(default, "value", default), words.get(key, choices))
 
 
 def _apart(given: Iterable[GivenSetting]) -> Iterator[GivenSetting]:

@@ -12,12 +12,13 @@ from typing import Any
 
 from outcore.command.train.data.sources import sources_of
 from outcore.command.train.method import Method
-from outcore.command.train.settings.fields import CheckedSetting
 from outcore.command.train.settings.given_settings import shown
+from outcore.command.train.settings.schema import CheckedSetting
 from outcore.core.errors import ConfigError, UnsupportedError
 
 LENGTHS = ("max_steps", "num_train_epochs")
 
+_LONGEST = 400  # characters of a library's message
 _FEW = 3  # the most settings that are named together if a library does not say which one it means
 _OF_OPTIMIZERS = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
 _EVALUATION = ("per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better")
@@ -211,8 +212,9 @@ def _refused_by(who: str, settings: Mapping[str, CheckedSetting]) -> Iterator[No
         where = ", ".join(_guilty(settings, said)) or "settings"
         if isinstance(error, UnsupportedError):
             raise ConfigError(f"{where}: {said.removeprefix('training arguments: ')}") from error
+        said = said.rstrip(".") if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
         raise ConfigError(
-            f"{where}: expected what {who} accepts, but it says: {said.rstrip('.')}; change or leave out what it names"
+            f"{where}: expected what {who} accepts, but it says: {said}; change or leave out what it names"
         ) from error
 
 
