@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +19,8 @@ from safetensors.torch import load_file
 
 import outcore
 from outcore.checkpoint.weights import export
-from outcore.command.train.loop import measured_saves as saves
-from outcore.command.train.loop.measured_saves import SaveDurations, seconds_to_write
-from outcore.command.train.loop.preemption import Preemption
+from outcore.command.train.loop import preemption as saves
+from outcore.command.train.loop.preemption import Preemption, SaveTimes
 from outcore.command.train.loop.trainer import SftTrainer
 from outcore.command.train.output.report import RunReport
 from outcore.core.ranks import OtherRankError
@@ -41,10 +37,9 @@ STATES: dict[str, tuple[int, Any, str, int, int]] = {
     "before the update": (2, SftTrainer, "_get_grad_norm", 1, 3),
     "behind the step": (3, RunReport, "on_step_end", 1, 3),
     "evaluation": (3, SftTrainer, "prediction_step", 2, 3),
-    "between steps": (1, SftTrainer, "get_batch_samples", 1, 1),
+    "between steps": (1, SftTrainer, "get_batch_samples", 1, 2),
     "between epochs": (3, SftTrainer, "get_batch_samples", 1, 4),
     "save": (4, SftTrainer, "_save_optimizer_and_scheduler", 1, 4),
-    "last evaluation": (5, SftTrainer, "prediction_step", 1, 5),
 }
 
 
@@ -115,50 +110,6 @@ def test_the_step_is_finished_and_saved(state, shared, whole, command, tmp_path,
     assert_equal(*(load_file(folder / "model" / "model.safetensors") for folder in (out, whole)))
 
 
-def test_an_evaluation_is_made_up_for_once(shared, whole, command, tmp_path, monkeypatch):
-    """Also if the run is killed after the evaluation, before anything else was saved."""
-    out, stop = tmp_path / "run", KeyboardInterrupt()
-
-    def fail() -> None:
-        raise stop
-
-    deaths = [("prediction_step", 2, lambda: signal.raise_signal(signal.SIGTERM)), ("training_step", 1, fail)]
-    for number, (name, count, act) in enumerate(deaths):
-        with monkeypatch.context() as patch:
-            calls = then(patch, 3, SftTrainer, name, count, act)
-            command(*shared, "--out", out, "--save-every", EVERY, *["--resume"] * number)
-        assert len(calls) >= count, name
-    assert [line["step"] for line in trained(out)] == [1, 2, 3, 3]
-    assert command(*shared, "--out", out, "--save-every", EVERY, "--resume").status == 0
-    assert trained(out) == trained(whole)
-
-
-def test_an_evaluation_at_the_start_is_the_one_that_is_owed(shared, command, tmp_path, monkeypatch):
-    """Its line appears once, and it counts for the best model."""
-    out = tmp_path / "run"
-    more = ("--set", "eval_on_start=true", "--set", "metric_for_best_model=loss", "--save-every", EVERY)
-    with monkeypatch.context() as patch:
-        then(patch, 3, SftTrainer, "prediction_step", 2, lambda: signal.raise_signal(signal.SIGTERM))
-        assert command(*shared, "--out", out, *more).status == 143
-    assert command(*shared, "--out", out, *more, "--resume").status == 0
-    assert [line["step"] for line in trained(out)] == [0, 1, 2, 3, 3, 4, 5, 5]
-    state = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())
-    assert state["best_global_step"] == 3
-
-
-def test_a_last_evaluation_is_made_up_for_once(shared, whole, command, tmp_path, monkeypatch):
-    """The checkpoint is not changed, so it still says that the evaluation is owed."""
-    out = tmp_path / "run"
-    for number, act in enumerate((lambda: signal.raise_signal(signal.SIGTERM), lambda: None, lambda: None)):
-        with monkeypatch.context() as patch:
-            calls = then(patch, STEPS, SftTrainer, "prediction_step", 1, act)
-            done = command(*shared, "--out", out, "--save-every", EVERY, *["--resume"] * (number > 0))
-        assert bool(calls) == (number < 2), f"life {number}"
-    assert done.status == 0, done.err
-    assert "nothing is left to do" in done.out
-    assert trained(out) == trained(whole)
-
-
 KILLED = """
 import os, signal, sys
 from unittest import mock
@@ -205,35 +156,6 @@ def test_a_signal_in_the_last_save_changes_nothing(shared, whole, command, tmp_p
     assert done.status == 0, done.err
     assert "Done" in done.out
     assert trained(out) == trained(whole)
-
-
-@pytest.mark.parametrize(
-    ("grace", "said"),
-    [
-        (0, r"step 3 was not saved(: that would take about .* left| within --grace \(0 s\))"),
-        (60, r"step 3 was not saved: that would take about 30\d\d s, and of --grace \(60 s\) \d+ s were left"),
-    ],
-)
-def test_what_does_not_fit_into_the_time_is_not_begun(grace, said, shared, command, tmp_path, monkeypatch):
-    """Saves so far tell how long one takes. Step 2 is saved before the signal, since it is written during training."""
-    out, saving = tmp_path / "run", SaveDurations.save_needs_s
-
-    def stop() -> None:
-        end = time.monotonic() + 60
-        while not (out / "checkpoint-2").exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        signal.raise_signal(signal.SIGTERM)
-
-    if grace:
-        monkeypatch.setattr(SaveDurations, "save_needs_s", lambda self: 3000.0 if saving(self) > 0 else 0.0)
-    calls = then(monkeypatch, 2, SftTrainer, "training_step", 1, stop)
-    stopped = command(*shared, "--out", out, "--save-every", EVERY, "--grace", grace)
-    assert stopped.status == 143
-    assert len(calls) == 1, "it stops in the middle of the step"
-    *_, head, why, left = stopped.err.splitlines()
-    assert head == "outcore: stopped"
-    assert re.fullmatch(said, why)
-    assert left.startswith(f"{out / 'checkpoint-2'} holds everything up to step 2; ")
 
 
 # A run that reports when it reaches a state and waits there for a signal; then it performs an action.
@@ -353,7 +275,7 @@ def test_saves_come_by_the_clock_and_at_the_end(shared, command, tmp_path, monke
     out = tmp_path / "run"
     clock = iter(range(10**6))
     for module in (saves, integration):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 10.0 * next(clock)))
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 25.0 * next(clock)))
     done = command(*shared, "--out", out, "--save-every-minutes", 1, "--keep", 2)
     assert done.status == 0, done.err
     assert "every 1 minutes, the last 2 kept" in done.out
@@ -370,82 +292,38 @@ def test_saves_come_by_the_clock_and_at_the_end(shared, command, tmp_path, monke
     assert sorted(path.name for path in out.glob("checkpoint-*"))[-1] == f"checkpoint-{STEPS}"
 
 
-def test_what_is_needed_follows_from_what_was_measured(monkeypatch):
+def test_only_a_second_signal_waits_for_no_save():
+    with Preemption(None, 5) as asked:
+        with pytest.raises(SystemExit) as caught:
+            signal.raise_signal(signal.SIGTERM)  # there is nothing to save yet
+        assert caught.type is SystemExit
+        asked._is_held = True
+        signal.raise_signal(signal.SIGTERM)
+        assert asked.is_asked
+        with pytest.raises(EndedAtOnceError):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_saves_are_due_by_the_clock_and_say_what_they_cost(monkeypatch):
     now_s = 0.0
     monkeypatch.setattr(saves, "time", SimpleNamespace(monotonic=lambda: now_s))
-    made = SaveDurations(every_minutes=1, first_s=lambda: 7.0)
+    made = SaveTimes(1)
     made.begin()
-    assert (made.needs_s(), made.summary(), made.is_due(is_last=False)) == (7.0, {}, False)
-    made.begin_step()
-    now_s = 10.0
-    made.end_step(1)
-    made.begin_step()
-    now_s = 13.0
-    assert made.needs_s() == 7 + 7
-    now_s = 20.0
-    made.end_step(2)
-    made.begin_save(2)
-    now_s = 21.0
-    assert made.needs_s() == 0, "nobody knows"
-    made.end_save(busy_s=4.0, held_s=1.0)
-    assert (made.needs_s(), made.step) == (0, 2), "it is saved"
-    made.begin_step()
-    now_s = 31.0
-    made.end_step(3)
-    assert made.needs_s() == 4, "a save"
-    made.begin_save(3)
-    now_s = 32.0
-    assert made.needs_s() == 3, "the rest of it"
-    made.begin_step()
-    assert made.needs_s() == 10 + 4, "the step, while it is saved, and another one"
-    now_s = 48.0
-    made.end_step(4)
-    assert made.needs_s() == 4, "the one before is late"
-    assert not made.is_due(is_last=False), "one is under way"
-    made.end_save(busy_s=5.0, held_s=0.5)
-    now_s = 107.0
+    assert made.summary() == {}
+    now_s = 59.0
     assert [made.is_due(is_last=last) for last in (False, True)] == [False, True]
-    now_s = 108.0
+    now_s = 60.0
     assert made.is_due(is_last=False)
-    assert made.summary() == {
-        "saving": "2 checkpoints, for which training waited 7.5 s, 6.9% of the time; "
-        "--save-every-minutes 1.2 would make it 5%"
-    }
+    made.begin_save()
+    now_s = 130.0
+    assert not made.is_due(is_last=False), "one is under way"
+    made.end_save(3, 7.5)
+    assert made.step == 3
+    said = "1 checkpoint, for which training waited 7.5 s, 5.8% of the time; --save-every-minutes 2.4 would make it 5%"
+    assert made.summary() == {"saving": said}
     now_s = 1000.0
-    assert made.summary() == {"saving": "2 checkpoints, for which training waited 7.5 s, 0.8% of the time"}
-    made.end()
-    assert made.needs_s() == 0
-    assert not SaveDurations(every_minutes=None, first_s=float).is_due(is_last=True)
-
-
-def test_the_time_begins_when_the_signal_comes():
-    """Also if Python sees the signal later: after an accelerator's backward, or here after one long call."""
-    asked = Preemption(SaveDurations(every_minutes=None, first_s=float), 60)
-    asked._is_held = True
-    with asked:
-        begun_s = time.monotonic()
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 5_000_000)
-        over_s = time.monotonic()
-        assert asked.is_asked
-        assert over_s - begun_s > 0.8, "a call that is long enough"
-        assert begun_s < asked._end_s - 60 < over_s - 0.1, "inside of the call"
-    assert not [thread for thread in threading.enumerate() if thread.name == "outcore-signals"]
-
-
-def test_only_a_second_signal_waits_for_no_save():
-    with Preemption(SaveDurations(every_minutes=None, first_s=lambda: 9.0), 5) as asked:
-        asked._is_held = True
-        for kind in (SystemExit, EndedAtOnceError):  # the first signal is too late to save what is under way
-            with pytest.raises(SystemExit) as caught:
-                signal.raise_signal(signal.SIGTERM)
-            assert caught.type is kind
-
-
-def test_a_sample_says_how_long_writing_takes(tmp_path):
-    assert 0 < seconds_to_write(tmp_path, 2**20) < seconds_to_write(tmp_path, 2**44)
-    assert seconds_to_write(tmp_path / "nowhere", 2**20) == 0
-    assert not list(tmp_path.iterdir())
+    assert made.summary() == {"saving": "1 checkpoint, for which training waited 7.5 s, 0.8% of the time"}
+    assert not SaveTimes(None).is_due(is_last=True)
 
 
 def test_only_a_lost_rank_is_taken_for_a_stop():
@@ -459,7 +337,7 @@ def test_only_a_lost_rank_is_taken_for_a_stop():
         (lost, own, outcore.DiskError),
         (None, own, outcore.DiskError),
     ):
-        preemption = Preemption(SaveDurations(every_minutes=None, first_s=float), 60)
+        preemption = Preemption(None, 60)
         preemption._world = SimpleNamespace(failure=failure)
         with pytest.raises(ends_as), preemption:
             preemption._ask()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import outcore
 from outcore.command.train.command_ranks import CommandRanks
-from outcore.command.train.loop.measured_saves import SaveDurations, seconds_to_write
 from outcore.command.train.loop.preemption import Preemption
 from outcore.command.train.planned_run import PlannedRun
 from outcore.command.train.settings.run_settings import RunSettings
@@ -21,8 +19,6 @@ class Todo(NamedTuple):
     checkpoint: Path | None = None
     """The checkpoint to go on from; None: the run is new."""
     trains: bool = True
-    evaluates: bool = False
-    """Whether the evaluation after the last step is to be made up for."""
 
 
 def follow_train(settings: RunSettings, crew: CommandRanks) -> None:
@@ -39,13 +35,11 @@ def follow_train(settings: RunSettings, crew: CommandRanks) -> None:
         crew.hear()  # rank 0 has found that the model could be saved
         return
     data = crew.hear()
-    with preemption_of(job, settings.out) as preemption:
+    with Preemption(settings.save_every_minutes, settings.grace) as preemption:
         trainer = job.trainer(data, (preemption,))
         try:
             trainer.preemption = preemption
             todo: Todo = crew.hear()
-            if todo.evaluates:
-                trainer.evaluate_again(todo.checkpoint)
             if todo.trains:
                 trainer.train(resume_from_checkpoint=None if todo.checkpoint is None else str(todo.checkpoint))
                 crew.hear()  # rank 0 has made a folder for the model
@@ -53,10 +47,3 @@ def follow_train(settings: RunSettings, crew: CommandRanks) -> None:
         finally:
             crew.has_begun = preemption.has_begun
             trainer.end()
-
-
-def preemption_of(job: PlannedRun, out: Path) -> Preemption:
-    """Make the handler of signals to a run. Args: out: The folder that its checkpoints are written to."""
-    settings = job.settings
-    first_s = partial(seconds_to_write, out, job.checkpoint_bytes())
-    return Preemption(SaveDurations(every_minutes=settings.save_every_minutes, first_s=first_s), settings.grace)

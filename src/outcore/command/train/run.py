@@ -28,12 +28,12 @@ from outcore.checkpoint.weights.small_files import SmallFilesError, Writers
 from outcore.command.terminal import Terminal
 from outcore.command.train.command_ranks import ALONE, CommandRanks
 from outcore.command.train.facts import Length, facts_of_data, facts_of_model
-from outcore.command.train.follow import Todo, preemption_of
+from outcore.command.train.follow import Todo
 from outcore.command.train.loop.nonfinite import NonFiniteStepError
 from outcore.command.train.loop.preemption import Preemption
-from outcore.command.train.output.folder import METRICS, MODEL, Checkpoint, OutputFolder
+from outcore.command.train.output.folder import MODEL, Checkpoint, OutputFolder
 from outcore.command.train.output.record import RunRecord
-from outcore.command.train.output.report import RunReport, is_evaluated
+from outcore.command.train.output.report import RunReport
 from outcore.command.train.output.trace import TraceFile
 from outcore.command.train.planned_run import PlannedRun, RunData
 from outcore.command.train.settings.description import describe
@@ -105,7 +105,7 @@ def run_train(settings: RunSettings, crew: CommandRanks = ALONE) -> None:
                 why = "\n".join(output.damaged.values())
                 _say(terminal, "Damaged", f"{why}\nset aside; the run goes on from the one before")
             with (
-                preemption_of(job, output.path) as preemption,
+                Preemption(settings.save_every_minutes, settings.grace) as preemption,
                 RunReport(terminal, output, trace, planned=job.expected()) as report,
             ):
                 run = _RunParts(
@@ -210,12 +210,7 @@ def _is_over(run: _RunParts, trainer: Any, steps: int) -> bool:
     if resumed.step < steps:
         return False
     output.begin()
-    before = RunRecord.load(resumed.path)
-    owes_evaluation = before is not None and before.owes_evaluation and trainer.eval_dataset is not None
-    evaluates = owes_evaluation and not is_evaluated(output.path / METRICS, resumed.step)
-    run.crew.tell(Todo(resumed.path, trains=False, evaluates=evaluates))
-    if evaluates:
-        trainer.evaluate_again(resumed.path)
+    run.crew.tell(Todo(resumed.path, trains=False))
     output.model_of(resumed, best=trainer.args.load_best_model_at_end)
     _say(terminal, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
     if run.job.settings.trace is not None:

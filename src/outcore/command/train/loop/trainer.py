@@ -15,7 +15,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from outcore.api import close
 from outcore.command.train.loop.nonfinite import FiniteSteps
-from outcore.command.train.loop.stoppable import StoppableRuns
+from outcore.command.train.loop.preemption import PreemptibleRuns
 from outcore.core.errors import ConfigError
 from outcore.engine.module_guard import is_guarded
 from outcore.engine.optimizer import StreamedOptimizer
@@ -24,7 +24,7 @@ _FLAGS = {"train": "--data", "eval": "--eval-data"}
 _BATCH_ROWS = 1000
 
 
-class _QuietMixin(StoppableRuns, FiniteSteps):
+class _QuietMixin(PreemptibleRuns, FiniteSteps):
     """A mixin for a Trainer that writes nothing but checkpoints."""
 
     _outcore_is_saved = True

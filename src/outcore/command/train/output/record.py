@@ -112,8 +112,6 @@ class RunRecord:
     """Digest of the model's configuration and weights."""
     data: Content | None = None
     steps: int | None = None
-    owes_evaluation: bool = False
-    """Whether the evaluation after the checkpoint's step was given up, and is to be made up for."""
 
     @classmethod
     def of(cls, settings: RunSettings, source: ModelSource) -> Self:

@@ -18,7 +18,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from outcore.command.progress import ProgressFunctions, StepReport, progress
 from outcore.command.train.output.folder import METRICS, PLAN, OutputFolder
 from outcore.command.train.output.prediction import LaneTimes, PredictionComparison
-from outcore.command.train.output.record import RunRecord
 from outcore.command.train.output.trace import StepTracer, TraceFile
 from outcore.core.quantities import format_bytes
 from outcore.engine.module.timing import timing
@@ -92,8 +91,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._output.begin()
         self._optimizer.plan.save(self._output.path / PLAN)
         path = self._output.path / METRICS
-        comes_again = args.eval_on_start or self._owes_evaluation(state.global_step)
-        keep_until(path, state.global_step, is_evaluated=not comes_again)
+        keep_until(path, state.global_step, is_evaluated=not args.eval_on_start)
         self._file = self._closing.enter_context(path.open("a"))
         shown = progress(self._console, state.max_steps, done=state.global_step)
         self._shown = self._closing.enter_context(shown)
@@ -202,12 +200,6 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         speed = f"{tokens / took_s:,.0f} tokens/s, {took_s / steps:.3g} s per step"
         self._summary = {"final loss": f"{loss:.4f}", "speed": speed}
 
-    def _owes_evaluation(self, step: int) -> bool:
-        """Return whether the evaluation after this step is made now, again if a run that made up for it was killed."""
-        resumed = self._output.checkpoint
-        record = RunRecord.load(resumed.path) if resumed is not None and resumed.step == step else None
-        return record is not None and record.owes_evaluation
-
     def _pause_before(self, control: TrainerControl) -> None:
         """Stop the meter until the next step: ``on_save`` is no end of saving, as it comes some steps later."""
         if control.should_evaluate or control.should_save:
@@ -244,11 +236,6 @@ def keep_until(metrics: Path, step: int, *, is_evaluated: bool = True) -> None:
         partial.write_text("".join(kept))
         sync(partial)
         partial.replace(metrics)
-
-
-def is_evaluated(metrics: Path, step: int) -> bool:
-    """Return whether the line of an evaluation after ``step`` is there."""
-    return (step, True) in map(_place_of, _lines_of(metrics))
 
 
 def _lines_of(metrics: Path) -> list[str]:

@@ -53,11 +53,16 @@ DEFAULTS: Mapping[str, Any] = {
 _LEAST: Mapping[str, int] = {
     **dict.fromkeys(("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"), 1),
     **dict.fromkeys(("gradient_accumulation_steps", "save_total_limit", "pad_to_multiple_of", "lora.r"), 1),
-    **dict.fromkeys(("max_grad_norm", "weight_decay", "seed", "data_seed"), 0),
+    **dict.fromkeys(("max_grad_norm", "weight_decay", "beta", "seed", "data_seed"), 0),
     "max_length": 2,  # a token and the one to predict
 }
 _ABOVE_0 = ("num_train_epochs", "learning_rate", "save_steps")
-_WORDS: Mapping[str, Sequence[str]] = {"lora.task_type": ("CAUSAL_LM",), "lora.peft_type": ("LORA",)}
+_WORDS: Mapping[str, Sequence[str]] = {
+    "lora.task_type": ("CAUSAL_LM",),
+    "lora.peft_type": ("LORA",),
+    "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+}
+"""Words of settings that are judged in the first step, or not at all."""
 _MANY = 12
 """The most words that a message lists."""
 _MOST = 2**63
@@ -136,6 +141,7 @@ class SettingKind:
                 near = difflib.get_close_matches(str(value), self.words, n=_MANY, cutoff=0)
                 nearest = f"{len(self.words)} words, such as {', '.join(near[:3])}"
                 expected = {f"one of {', '.join(self.words) if len(self.words) <= _MANY else nearest}": None}
+                break
         said = " or ".join(expected) or "a value of another type"
         usual = "" if self.default in (MISSING, None) else f", or leave it out for {shown(self.default)}"
         near = difflib.get_close_matches(shown(given.value).strip("'"), self.words, n=1)
@@ -256,7 +262,7 @@ def _kinds(config: Any, words: Mapping[str, Sequence[str]], prefix: str = "") ->
         if not field.init:
             continue
         key, choices = prefix + field.name, tuple(field.metadata.get("choices", ()))
-        if field.name in ("loss_type", "f_divergence_type"):  # listed in help texts alone, and judged in the first step
+        if field.name == "loss_type":  # listed in its help text alone, and judged in the first step
             choices = tuple(dict.fromkeys(re.findall(r"`'(\w+)'`", field.metadata.get("help", "")))) or choices
         default = DEFAULTS.get(key, field.default)
         yield key, SettingKind(hints[field.name], getattr(default, "value", default), words.get(key, choices))
