@@ -89,6 +89,12 @@ class TestKinds:
         assert data.rows.to_list() == [{"text": "one"}, {"text": "two"}]
         assert data.notices == ("not used: id, meta",)
 
+    def test_what_looks_like_a_date_or_a_number_stays_text(self, tmp_path: Path):
+        (tmp_path / "a.jsonl").write_text(jsonl({"text": "2024-01-01"}))
+        (tmp_path / "b.csv").write_text("text\n007\nNA\n")
+        assert load(tmp_path / "a.jsonl").rows["text"][:] == ["2024-01-01"]
+        assert load(tmp_path / "b.csv").rows["text"][:] == ["007", "NA"]
+
     def test_prompts_and_completions_in_csv(self, tmp_path: Path):
         with (tmp_path / "a.csv").open("w", newline="") as file:
             csv.writer(file).writerows(
@@ -323,7 +329,7 @@ class TestCache:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         (tmp_path / "a.txt").write_text("one")
-        monkeypatch.setattr(ArrowWriter, "write_batch", full)
+        monkeypatch.setattr(ArrowWriter, "write", full)
         with pytest.raises(ConfigError, match="a.txt': expected to write its rows to .*No space left"):
             load(tmp_path / "a.txt")
         assert os.listdir(tmp_path) == ["a.txt"]
@@ -480,12 +486,12 @@ BAD: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "deep tools": (file("a.jsonl", jsonl({"messages": HELLO, "tools": "[" * 10**5})), ("line 1", "'tools' to be JSON")),
     "half a surrogate pair": (file("a.jsonl", TEXT + r'{"text": "x\ud83d"}'), ("line 2", "surrogate", r"\ud83d")),
     "half a surrogate pair in message": (file("a.jsonl", message(content="\ud83d")), ("line 1", "surrogate")),
-    "latin-1": (file("a.txt", "one\ntwo é".encode("latin-1")), ("a.txt', line 2", "UTF-8", "byte 8", "0xe9")),
+    "latin-1": (file("a.txt", "one\ntwo é".encode("latin-1")), ("a.txt', line 2", "UTF-8", "byte 4", "0xe9")),
     "latin-1 in jsonl": (file("a.jsonl", TEXT.encode() + b'{"text": "\xe9"}\n'), ("line 2", "0xe9")),
     "latin-1 in csv": (file("a.csv", b"text\n\xe9\n"), ("line 2", "0xe9")),
-    "utf-16": (file("a.txt", "one".encode("utf-16")), ("a.txt'", "UTF-16", "iconv")),
-    "utf-16 without mark": (file("a.txt", "one".encode("utf-16-le")), ("line 1", "zero byte at byte 1")),
-    "binary": (file("a.txt", b"\x7fELF\n\0\0"), ("line 2", "zero byte at byte 5", "binary")),
+    "utf-16": (file("a.txt", "one".encode("utf-16")), ("a.txt'", "0xff", "iconv")),
+    "utf-16 without mark": (file("a.txt", "one".encode("utf-16-le")), ("line 1", "a zero byte", "another encoding")),
+    "binary": (file("a.txt", b"\x7fELF\n\0\0"), ("line 2", "a zero byte", "binary")),
     "long line": (file("a.txt", "one\n" + "x" * (2**20 + 1)), ("a.txt', line 2", "at most 1.00 MiB", "too long")),
     "text named parquet": (file("a.parquet", "hello"), ("a.parquet'", "a Parquet file")),
     "truncated parquet": (truncated_parquet, ("a.parquet'", "a Parquet file", "fetch it again")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from outcore.command.train.data.json_types import type_name
 from outcore.core.errors import ConfigError
 
 SHARE_GPT = "rows are ShareGPT conversations: from/value become role/content, human and gpt become user and assistant"
@@ -124,3 +123,9 @@ def _role(message: object) -> object:
 
 def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+def type_name(value: object) -> str:
+    """Return what JSON calls a value's type, for messages."""
+    names = {str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list"}
+    return "null" if value is None else (names | {dict: "an object"}).get(type(value), type(value).__name__)

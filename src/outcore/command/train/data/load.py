@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -22,7 +22,7 @@ from outcore.command.train.data.sources import DataSource, drawn, hub_name, shar
 from outcore.command.train.method import Kind, Method
 from outcore.core.errors import ConfigError
 
-_BATCH_ROWS, _BATCH_BYTES = 1000, 2**22  # what is written at once, and so what is decoded at once later
+_BATCH_ROWS = 100  # written at once, and so decoded at once later; a row may have megabytes
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def _build(sources: Sequence[DataSource], folder: Path, method: Method, seed: in
     form = checked.first[1]
     file = folder / "rows.arrow"
     # Dataset.from_generator would hold 1000 rows in memory, of any size, and guess the types from the first of them.
-    with ArrowWriter(path=str(file), features=form.features()) as writer:
-        for batch in _batches(chain([first], rows)):
-            writer.write_batch(batch)
+    with ArrowWriter(path=str(file), features=form.features(), writer_batch_size=_BATCH_ROWS) as writer:
+        for row in chain([first], rows):
+            writer.write(row)
         writer.finalize()
     data = datasets.Dataset.from_file(str(file))
     unneeded = [column for column in ("tools", "chat_template_kwargs") if column in data.column_names]
@@ -120,25 +120,6 @@ def _drawn(
     return data.select(drawn(counts, wanted, seed)), tuple(
         f"{text}, {want:,} drawn (weight {weight:g})" for text, want, weight in drawn_by_weight
     )
-
-
-def _batches(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, list[Any]]]:
-    batch: list[Mapping[str, Any]] = []
-    size_bytes = 0
-    for row in rows:
-        batch.append(row)
-        size_bytes += sum(
-            len(text) for value in row.values() for text in ([value] if isinstance(value, str) else value or ())
-        )
-        if size_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_ROWS:
-            yield _columns(batch)
-            batch, size_bytes = [], 0
-    if batch:
-        yield _columns(batch)
-
-
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    return {column: [row[column] for row in rows] for column in rows[0]}
 
 
 def _records(name: str) -> Iterator[Record]:

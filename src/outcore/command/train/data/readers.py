@@ -3,28 +3,24 @@
 What cannot be read raises ConfigError. Its message begins with file and line, so that the caller can say which setting
 named the file.
 
-[Note: not datasets' own readers] For what they cannot read, the readers of ``datasets`` name a row of a block, or no
-place. And they silently accept what is wrong: in CSV, 007 becomes 7.0, NA and absent fields become null, and a name
-that stands twice is changed; in JSON, NaN becomes null; a text may hold zero bytes. Parquet is read by ``pyarrow`` in
-both.
+[Note: not datasets' own readers] The readers of ``datasets`` change what they read: a JSON text such as 2024-01-01
+becomes a date, a line with a list becomes rows, large integers become floats, in CSV 007 becomes 7. And for what they
+cannot read, they name a row of a block, or no place. Parquet, which has types, is read by ``pyarrow`` in both.
 """
 
 from __future__ import annotations
 
-import codecs
 import csv
 import json
-import os
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import pyarrow
 import pyarrow.parquet
 
-from outcore.command.train.data.json_types import type_name
+from outcore.command.train.data.foreign_rows import type_name
 from outcore.command.train.data.records import COLUMNS, Record
 from outcore.command.train.data.sources import SUFFIXES
 from outcore.core.errors import ConfigError
@@ -38,15 +34,6 @@ ROW_BYTES = 2**26
 """The most bytes in a line of any other file."""
 
 _PARQUET_ROWS, _BUFFER_BYTES = 64, 2**20  # decoded and read at once; without a buffer a whole group of rows is read
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
-
-
-class _SourceLine(NamedTuple):
-    number: int
-    offset: int
-    """Bytes before the line in the file."""
-    content: bytes
 
 
 def find_files(path: Path) -> list[Path]:
@@ -56,9 +43,22 @@ def find_files(path: Path) -> list[Path]:
         ConfigError: There is anything but readable files of the known kinds.
     """
     with _readable(path):
-        files = list(_files_at(path, path.stat(), ()))
+        path.stat()
+        files = sorted(_files_below(path)) if path.is_dir() else [path]
     if not files:
-        raise ConfigError(f"'{path}': expected files that end in {', '.join(_READERS)}, but the directory has none")
+        raise ConfigError(f"'{path}': expected files that end in {', '.join(SUFFIXES)}, but the directory has none")
+    for file in files:
+        with _readable(file):
+            file.stat()
+        if not file.is_file():
+            raise ConfigError(f"'{file}': expected a file or a directory, but it is a pipe, socket or device")
+        if file.suffix.lower() not in SUFFIXES:
+            is_json = file.suffix.lower() == ".json"
+            raise ConfigError(
+                f"'{file}': expected a file that ends in {', '.join(SUFFIXES)}; "
+                + ("write it with one object per line and name it .jsonl" if is_json else "decompress or convert it, ")
+                + ("" if is_json else "or move it out of the directory")
+            )
     return files
 
 
@@ -86,25 +86,18 @@ def _without_nulls(value: object) -> object:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _files_at(path: Path, status: os.stat_result, above: Sequence[tuple[int, int]]) -> Iterator[Path]:
-    if stat.S_ISDIR(status.st_mode):
-        here = status.st_dev, status.st_ino
-        if here in above:
-            raise ConfigError(f"'{path}': expected folders and files, but it is a link to a folder that contains it")
-        for entry in sorted(path.iterdir()):
-            if not entry.name.startswith("."):
-                with _readable(entry):
-                    yield from _files_at(entry, entry.stat(), (*above, here))
-        return
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"'{path}': expected a file or a directory, but it is a pipe, socket or device")
-    suffix = path.suffix.lower()
-    if suffix not in _READERS:
-        advice = "decompress it" if suffix in _COMPRESSED else "convert it, or move it out of the directory"
-        if suffix == ".json":
-            advice = "write it with one object per line and name it .jsonl"
-        raise ConfigError(f"'{path}': expected a file that ends in {', '.join(_READERS)}; {advice}")
-    yield path
+def _files_below(path: Path) -> Iterator[Path]:
+    """Yield all files in a folder and in those below it, but no hidden ones."""
+    for entry in path.iterdir():
+        if entry.name.startswith("."):
+            continue
+        if not entry.is_dir():
+            yield entry
+        elif entry.resolve() in path.resolve().parents or entry.samefile(path):
+            raise ConfigError(f"'{entry}': expected folders and files, but it is a link to a folder that contains it")
+        else:
+            with _readable(entry):
+                yield from _files_below(entry)
 
 
 @contextmanager
@@ -117,22 +110,21 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _text(path: Path) -> Iterator[Record]:
     rows: list[str] = []
-    size_bytes, first = 0, 1
-    for line in _lines(path, TEXT_LINE_BYTES):
-        if rows and size_bytes + len(line.content) > TEXT_ROW_BYTES:
-            yield Record(_where(path, first), {"text": "".join(rows)})
-            rows, size_bytes, first = [], 0, line.number
-        rows.append(_decoded(path, line))
-        size_bytes += len(line.content)
-    yield Record(_where(path, first), {"text": "".join(rows)})
+    length, first = 0, _where(path, 1)
+    for where, line in _lines(path, TEXT_LINE_BYTES):
+        nbytes = len(line.encode())
+        if rows and length + nbytes > TEXT_ROW_BYTES:
+            yield Record(first, {"text": "".join(rows)})
+            rows, length, first = [], 0, where
+        rows.append(line)
+        length += nbytes
+    yield Record(first, {"text": "".join(rows)})
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
-    for line in _lines(path, ROW_BYTES):
-        text = _decoded(path, line)
+    for where, text in _lines(path, ROW_BYTES):
         if not text.strip():
             continue
-        where = _where(path, line.number)
         try:
             fields = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
@@ -146,29 +138,22 @@ def _jsonl(path: Path) -> Iterator[Record]:
 
 def _csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(ROW_BYTES)  # of the whole process; the default of 128 KiB is less than a document
-    reader = csv.reader((_decoded(path, line) for line in _lines(path, ROW_BYTES)), strict=True)
+    reader = csv.reader((line for _, line in _lines(path, ROW_BYTES)), strict=True)
     header: list[str] | None = None
-    line_number = 1
-    while (fields := _next_row(reader, path, line_number)) is not None:
-        where = _where(path, line_number)
-        line_number = reader.line_num + 1
-        if not fields:
-            continue
-        if header is None:
-            header = fields
-            if len(set(header)) != len(header):
-                raise ConfigError(f"{where}: expected a header with every name once, but got {', '.join(header)}")
-            continue
-        if len(fields) != len(header):
-            raise ConfigError(f"{where}: expected {len(header)} fields as in the header, but got {len(fields)}")
-        yield Record(where, dict(zip(header, fields, strict=True)))
-
-
-def _next_row(reader: Iterator[list[str]], path: Path, line_number: int) -> list[str] | None:
+    where = _where(path, 1)
     try:
-        return next(reader, None)
+        for fields in reader:
+            if header is None and fields:
+                header = fields
+                if len(set(header)) != len(header):
+                    raise ConfigError(f"{where}: expected a header with every name once, but got {', '.join(header)}")
+            elif header is not None and fields:
+                if len(fields) != len(header):
+                    raise ConfigError(f"{where}: expected {len(header)} fields as in the header, but got {len(fields)}")
+                yield Record(where, dict(zip(header, fields, strict=True)))
+            where = _where(path, reader.line_num + 1)
     except csv.Error as error:
-        raise ConfigError(f"{_where(path, line_number)}: expected comma-separated values, but got: {error}") from error
+        raise ConfigError(f"{where}: expected comma-separated values, but got: {error}") from error
 
 
 def _parquet(path: Path) -> Iterator[Record]:
@@ -197,44 +182,31 @@ _READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = dict(
 )
 
 
-def _lines(path: Path, limit_bytes: int) -> Iterator[_SourceLine]:
-    """Yield lines with their ends, as bytes: the place of what cannot be decoded must be known."""
+def _lines(path: Path, limit_bytes: int) -> Iterator[tuple[str, str]]:
+    """Yield lines with their ends, each behind its place. They are read as bytes: the place of a wrong one is known."""
     with _readable(path), path.open("rb") as file:
-        offset = _skip_mark(path, file)
         number = 0
         while content := file.readline(limit_bytes + 1):
             number += 1
+            where = _where(path, number)
             if len(content) > limit_bytes:
                 raise ConfigError(
-                    f"{_where(path, number)}: expected at most {format_bytes(limit_bytes)} in a line, but it is too "
-                    "long; break it into several"
+                    f"{where}: expected at most {format_bytes(limit_bytes)} in a line, but it is too long; break it "
+                    "into several"
                 )
-            if b"\0" in content:
+            try:
+                text = content.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
                 raise ConfigError(
-                    f"{_where(path, number)}: expected text, but there is a zero byte at byte "
-                    f"{offset + content.index(0)}; it is a binary file, or text in another encoding than UTF-8"
+                    f"{where}: expected UTF-8, but byte {error.start} of the line is 0x{content[error.start]:02x} "
+                    f"({error.reason}); convert it: iconv -f ENCODING -t UTF-8"
+                ) from error
+            if "\0" in text:
+                raise ConfigError(
+                    f"{where}: expected text, but the line has a zero byte; it is a binary file, or text in another "
+                    "encoding than UTF-8"
                 )
-            yield _SourceLine(number, offset, content)
-            offset += len(content)
-
-
-def _skip_mark(path: Path, file: BinaryIO) -> int:
-    start = file.read(3)
-    if start.startswith(_UTF16):
-        raise ConfigError(f"'{path}': expected UTF-8, but it is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
-    skipped = len(codecs.BOM_UTF8) if start == codecs.BOM_UTF8 else 0
-    file.seek(skipped)
-    return skipped
-
-
-def _decoded(path: Path, line: _SourceLine) -> str:
-    try:
-        return line.content.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{_where(path, line.number)}: expected UTF-8, but byte {line.offset + error.start} of the file is "
-            f"0x{line.content[error.start]:02x} ({error.reason}); convert it to UTF-8"
-        ) from error
+            yield where, text
 
 
 def _where(path: Path, line_number: int) -> str:

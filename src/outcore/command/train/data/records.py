@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, final
 
 import datasets
 
-from outcore.command.train.data.foreign_rows import read_foreign
-from outcore.command.train.data.json_types import type_name
+from outcore.command.train.data.foreign_rows import read_foreign, type_name
 from outcore.command.train.method import Kind, Method
 from outcore.core.errors import ConfigError
 
