@@ -121,7 +121,7 @@ def test_demo_uses_all_tiers_and_leaves_nothing(tmp_path):
 def test_the_largest_that_fits_into_three_minutes(monkeypatch, tmp_path, step_s, number):
     """Each size takes half as long again as the size before it."""
     seconds = {shape: step_s * 1.5**i for i, shape in enumerate(demo_size._SHAPES)}
-    predicted = lambda shape, device, folder: demo_size.Fitting(demo_size._sizes(shape), seconds[shape])  # noqa: E731
+    predicted = lambda shape, device, folder: demo_size.FittingModel(demo_size._sizes(shape), seconds[shape])  # noqa: E731
     monkeypatch.setattr(demo_size, "_predicted", predicted)
     monkeypatch.setattr(demo_size, "host_free_bytes", lambda: 2**50)
     found = demo_size.largest(250, None, tmp_path)

@@ -17,7 +17,7 @@ from trl import DPOConfig, DPOTrainer
 
 from outcore.command.train.model import reference
 from outcore.command.train.model.byte_tokenizer import byte_tokenizer
-from outcore.command.train.model.reference import Planned, plan_both
+from outcore.command.train.model.reference import PlacedModel, plan_both
 from outcore.core.errors import PlanInfeasibleError
 from outcore.spec.budget import Budget
 
@@ -290,7 +290,7 @@ class TestSharing:
         assert refusal.value.required_bytes == {"device": 90, "host": 180, "disk": 0}
 
 
-class Fake(Planned):
+class Fake(PlacedModel):
     def __new__(cls, taken: dict[str, int]) -> Fake:
         made = super().__new__(cls, None, None)
         made.bytes = taken

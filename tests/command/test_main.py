@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from outcore.command import main as cli
-from outcore.command.start import Loading
+from outcore.command.start import LoadingNotice
 from outcore.command.terminal import Terminal, fitted
 from outcore.command.train.output.notices import notices
 from outcore.core.errors import ConfigError, DiskError, PlanInfeasibleError
@@ -100,7 +100,7 @@ def test_what_needs_no_torch_is_refused_without_it(tmp_path, typed, says):
 def test_loading_torch_is_said_once_by_the_first_rank(monkeypatch, capsys):
     for rank, said in (("0", "outcore train: loading PyTorch\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
-        loading = Loading("outcore train")
+        loading = LoadingNotice("outcore train")
         assert [loading.find_spec(name) for name in ("json", "torch.nn", "torch", "torch")] == 4 * [None]
         assert capsys.readouterr() == ("", said)
 

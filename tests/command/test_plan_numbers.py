@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from outcore.command.plan.answer import answer
-from outcore.command.plan.ranges import range_of
-from outcore.command.plan.text import to_json
+from outcore.command.plan.text import range_of, to_json
 from outcore.planner.forward import watch
 from outcore.planner.homes.placement import place
 from outcore.planner.search.search import explain

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outcore.api import free_budget
-from outcore.command.folders import usual_folders
+from outcore.command.files import usual_folders
 from outcore.core.errors import DiskError, OutcoreError
 from outcore.core.quantities import format_bytes
 from outcore.memory.disk import DiskStore

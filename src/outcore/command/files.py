@@ -1,8 +1,9 @@
-"""Files that commands write at their end, checked at their beginning."""
+"""Files that commands write at their end, checked at their beginning, and folders where the user names none."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from outcore.core.errors import ConfigError
@@ -14,3 +15,8 @@ def refuse_unwritable(flag: str, path: Path | None) -> None:
         raise ConfigError(
             f"{flag}: expected a file in a folder that is there, but got '{path}'; make the folder, or name another"
         )
+
+
+def usual_folders() -> tuple[Path, ...]:
+    """Return folders for the disk tier, the best first: most are on a drive, the temporary one is often in memory."""
+    return (Path.cwd(), Path("/var/tmp"), Path.home(), Path(tempfile.gettempdir()))

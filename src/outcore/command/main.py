@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import signal
 import sys
@@ -148,6 +149,7 @@ def plan(  # noqa: PLR0913 (one option each)
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON object.")] = False,
 ) -> None:
     """Say whether a model fits a machine, how fast it would train there, what binds, and why other plans lost."""
+    given = {**locals(), "model": model or ""}
     refuse_missing(*TRAINING)
     if fit == (model is not None):
         raise ConfigError(
@@ -158,25 +160,7 @@ def plan(  # noqa: PLR0913 (one option each)
         raise ConfigError("--fit: expected it without --out and --html, which are for one model; leave them out")
     from outcore.command.plan.question import Question  # all that it refuses is refused before torch is imported
 
-    asked = Question(
-        model=model or "",
-        hardware=hardware,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        grad_accum=grad_accum,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        precision=precision,
-        optim=optim,
-        master_format=master_format,
-        clipping=clipping,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        disk_size=disk_size,
-        lora=lora,
-        load_in_4bit=load_in_4bit,
-        load_in_8bit=load_in_8bit,
-    )
+    asked = Question(**{field.name: given[field.name] for field in dataclasses.fields(Question)})
     _answer(asked, out, html, fit=fit, as_json=as_json)
 
 
@@ -356,9 +340,7 @@ def export(
     from outcore.command.train.output.notices import notices
 
     with notices():
-        from outcore.checkpoint.export_checkpoint import (
-            export_checkpoint,  # its libraries print while they are imported
-        )
+        from outcore.checkpoint.export_checkpoint import export_checkpoint  # its libraries print while imported
 
         said = export_checkpoint(checkpoint, directory, "dcp" if form == "dcp" else "hf", merge=merge)
     print(f"wrote {directory}: {said}" if said else f"wrote {directory}")

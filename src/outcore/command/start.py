@@ -20,7 +20,7 @@ def main() -> None:
     except ConfigError as error:
         print(f"outcore: {error}", file=sys.stderr)
         sys.exit(2)
-    sys.meta_path.insert(0, Loading(" ".join(["outcore", *sys.argv[1:2]])))
+    sys.meta_path.insert(0, LoadingNotice(" ".join(["outcore", *sys.argv[1:2]])))
     atexit.register(_end_of_plan, ended := list[object]())  # the first handler registered is the last one called
     from outcore.command.main import main as run
 
@@ -33,7 +33,7 @@ def main() -> None:
             raise
 
 
-class Loading:
+class LoadingNotice:
     """Says that a command is loading when it begins to import torch, which takes seconds. It finds no module itself."""
 
     def __init__(self, command: str) -> None:

@@ -30,7 +30,7 @@ from outcore.command.demo.size import (
     largest,
     sample,
 )
-from outcore.command.folders import usual_folders
+from outcore.command.files import usual_folders
 from outcore.command.progress import StepReport, progress
 from outcore.command.terminal import Terminal
 from outcore.core.errors import ConfigError, DiskError, UnsupportedError

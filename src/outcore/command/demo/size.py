@@ -31,7 +31,7 @@ _SHAPES = (
 """Channels and layers, the smallest first."""
 
 
-class Fitting(NamedTuple):
+class FittingModel(NamedTuple):
     """A model's sizes, and how long one step of it is predicted to take."""
 
     sizes: Mapping[str, int]
@@ -48,14 +48,14 @@ def budget_of(num_params: int, folder: Path) -> Budget:
     return Budget(device=int(DEVICE_FRACTION * nbytes), host=int(HOST_FRACTION * nbytes), disk=folder)
 
 
-def largest(steps: int, device: str | None, folder: Path) -> Fitting:
+def largest(steps: int, device: str | None, folder: Path) -> FittingModel:
     """Return the largest model that trains so many steps in time; the smallest one, if none does.
 
     Raises:
         ConfigError: No times are predicted.
     """
     room = [shape for shape in _SHAPES if 2 * STATE_BYTES * _params(shape) <= host_free_bytes()] or _SHAPES[:1]
-    found: dict[int, Fitting] = {}
+    found: dict[int, FittingModel] = {}
 
     def is_too_long(i: int) -> bool:
         found[i] = _predicted(room[i], device, folder)
@@ -90,7 +90,7 @@ def sample() -> dict[str, torch.Tensor]:
 
 def _predicted(
     shape: Sequence[int], device: str | None, folder: Path, *, hardware: NamedHardware | None = None
-) -> Fitting:
+) -> FittingModel:
     with torch.device("meta"):
         model = plain_loop.build(seed=0, **_sizes(shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=plain_loop.LR)
@@ -103,4 +103,4 @@ def _predicted(
             "outcore demo --fit: expected a machine whose speed is known, but it is not measured; run outcore probe, "
             "or leave --fit out"
         )
-    return Fitting(_sizes(shape), steps.step_s)
+    return FittingModel(_sizes(shape), steps.step_s)

@@ -211,7 +211,7 @@ def usual_plan(question: Question, source: ModelSource, hardware: Hardware) -> P
     return _asking(question, source, hardware).usual()
 
 
-def _asking(question: Question, source: ModelSource, hardware: Hardware) -> _Asking:
+def _asking(question: Question, source: ModelSource, hardware: Hardware) -> _PlanRequest:
     precision = cast("Precision", question.precision)
     limits = _limits(question, hardware)
     source = source.quantised(question.quantization, has_adapters=question.lora is not None)
@@ -222,7 +222,7 @@ def _asking(question: Question, source: ModelSource, hardware: Hardware) -> _Ask
     optimizer = optimizer_named(question.optim, model, question.master_format)
     keeps = rule_for(*members(optimizer)).kept(optimizer.param_groups)
     cut = partition(model, keeps=keeps, precision=precision)
-    return _Asking(question, among(cut, question.ranks, 0), hardware, limits)
+    return _PlanRequest(question, among(cut, question.ranks, 0), hardware, limits)
 
 
 def machine_for(question: Question) -> Hardware:
@@ -252,7 +252,7 @@ class _PlannedDevice(NamedTuple):
         return cls(here, not is_accelerator, ACCELERATOR_SHARE if is_accelerator else 0.0)
 
 
-class _Asking:
+class _PlanRequest:
     """One question, with its model and machine."""
 
     def __init__(self, question: Question, cut: Partition, hardware: Hardware, limits: Limits) -> None:

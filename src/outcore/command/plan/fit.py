@@ -23,7 +23,7 @@ MOST = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fits:
+class FittingModels:
     """The models that a machine trains."""
 
     question: Question
@@ -34,7 +34,7 @@ class Fits:
     """Models larger than these, which do not fit."""
 
 
-def fits(question: Question, known: Sequence[KnownModel]) -> Fits:
+def fits(question: Question, known: Sequence[KnownModel]) -> FittingModels:
     """Plan for the largest models that fit.
 
     Args:
@@ -57,7 +57,7 @@ def fits(question: Question, known: Sequence[KnownModel]) -> Fits:
                 raise _none_fits(known, error) from error
         if len(found) == MOST:
             break
-    return Fits(question=question, machine=machine.name, answers=found, too_large=too_large)
+    return FittingModels(question=question, machine=machine.name, answers=found, too_large=too_large)
 
 
 def _none_fits(known: Sequence[KnownModel], error: PlanInfeasibleError) -> PlanInfeasibleError:
@@ -70,7 +70,7 @@ def _none_fits(known: Sequence[KnownModel], error: PlanInfeasibleError) -> PlanI
     )
 
 
-def to_text(found: Fits) -> str:
+def to_text(found: FittingModels) -> str:
     """Return a table of the models."""
     heads = ("model", "parameters", "step", "tokens/s", "binds", "activations", *TIERS)
     rows = [heads, *(_row(known, answer) for known, answer in found.answers)]
@@ -105,13 +105,13 @@ def _binding(answer: Answer) -> tuple[str, float]:
     return max(binding.items(), key=lambda pair: pair[1], default=("compute", 1.0))
 
 
-def _too_large(found: Fits) -> Iterator[str]:
+def _too_large(found: FittingModels) -> Iterator[str]:
     if found.too_large:
         yield ""
         yield f"too large: {', '.join(known.name for known in found.too_large)}"
 
 
-def to_json(found: Fits) -> str:
+def to_json(found: FittingModels) -> str:
     """Return the models as JSON."""
     asked = {name: value for name, value in dataclasses.asdict(found.question).items() if name != "model"}
     facts: dict[str, Any] = {

@@ -12,8 +12,7 @@ from typing import Any
 
 from outcore.command.plan.answer import Answer
 from outcore.command.plan.misfit import Misfit
-from outcore.command.plan.ranges import range_of
-from outcore.command.plan.text import drive_life, order_texts, received_text
+from outcore.command.plan.text import drive_life, order_texts, range_of, received_text
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, format_rate
 from outcore.planner.search.changes import CurvePoint, curves

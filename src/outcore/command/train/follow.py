@@ -13,7 +13,7 @@ from outcore.command.train.planned_run import PlannedRun
 from outcore.command.train.settings.run_settings import RunSettings
 
 
-class Todo(NamedTuple):
+class RankTask(NamedTuple):
     """What rank 0 tells the others to do when all is ready."""
 
     checkpoint: Path | None = None
@@ -39,7 +39,7 @@ def follow_train(settings: RunSettings, crew: CommandRanks) -> None:
         trainer = job.trainer(data, (preemption,))
         try:
             trainer.preemption = preemption
-            todo: Todo = crew.hear()
+            todo: RankTask = crew.hear()
             if todo.trains:
                 trainer.train(resume_from_checkpoint=None if todo.checkpoint is None else str(todo.checkpoint))
                 crew.hear()  # rank 0 has made a folder for the model

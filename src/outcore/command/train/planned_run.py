@@ -16,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 from outcore.api import close, free_budget, plan_for, plan_in_time, prepare
 from outcore.command.train.data.load import Data, load_data
 from outcore.command.train.model.adapters import lora_config, with_adapters
-from outcore.command.train.model.reference import Planned, plan_both
+from outcore.command.train.model.reference import PlacedModel, plan_both
 from outcore.command.train.model.source import ModelSource, build_model, find_model, load_tokenizer, refuse_long
 from outcore.command.train.output.prediction import PredictedStep, PredictionComparison
 from outcore.command.train.output.report import ExpectedRun
@@ -76,8 +76,8 @@ class PlannedRun:
     settings: RunSettings
     source: ModelSource
     tokenizer: PreTrainedTokenizerBase
-    model: Planned
-    reference: Planned | None
+    model: PlacedModel
+    reference: PlacedModel | None
     """A frozen copy of the model, if the method wants one."""
     args: Any
     """The Trainer's arguments. No others may be made during a run: making them resets what Accelerate shares."""
@@ -105,12 +105,12 @@ class PlannedRun:
         return cls(settings=settings, source=source, tokenizer=tokenizer, model=model, reference=reference, args=args)
 
     @property
-    def plans(self) -> tuple[Planned, Planned | None]:
+    def plans(self) -> tuple[PlacedModel, PlacedModel | None]:
         """The plans of the model and its reference, for the other ranks."""
         return self.model.untimed(), None if self.reference is None else self.reference.untimed()
 
     @classmethod
-    def told(cls, settings: RunSettings, plans: tuple[Planned, Planned | None]) -> Self:
+    def told(cls, settings: RunSettings, plans: tuple[PlacedModel, PlacedModel | None]) -> Self:
         """Make another rank's job. Args: plans: Of rank 0. Raises: ConfigError: The model cannot be found here."""
         source, tokenizer = _found(settings)
         model, reference = plans
@@ -207,7 +207,7 @@ class PlannedRun:
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    def _reference_model(self, planned: Planned) -> nn.Module:
+    def _reference_model(self, planned: PlacedModel) -> nn.Module:
         # As from_pretrained leaves a model, and as TRL's own reference is: without dropout.
         model = build_model(self.source, self.settings.precision).eval()
         if self.settings.dry_run:
@@ -242,7 +242,7 @@ class PlannedRun:
         trained = [p for p in all_params if p.requires_grad]
         return sum(p.weight_bytes for p in (all_params if self.settings.lora is None else trained))
 
-    def _planned_budget(self, planned: Planned, kept_bytes: int = 0) -> Budget:
+    def _planned_budget(self, planned: PlacedModel, kept_bytes: int = 0) -> Budget:
         """Return what the plan takes; less may be free now than when it was made. Args: kept_bytes: Of activations."""
         taken, disks = planned.taken, self.settings.budget.disk
         device = taken["device"] + kept_bytes
@@ -251,7 +251,7 @@ class PlannedRun:
         return Budget(device=device, host=taken["host"], disk=disks, disk_bytes=taken["disk"])
 
 
-def _plan_model(settings: RunSettings, args: Any, source: ModelSource, budget: Budget) -> Planned:
+def _plan_model(settings: RunSettings, args: Any, source: ModelSource, budget: Budget) -> PlacedModel:
     """Plan what is trained."""
     model = build_model(source, settings.precision)
     refuse_long(model, args.max_length)
@@ -286,7 +286,7 @@ def _plan_model(settings: RunSettings, args: Any, source: ModelSource, budget: B
             compile=settings.compile,
             micro_batches_in_unit=settings.unit_micro_batches,
         )
-    return Planned(*found)
+    return PlacedModel(*found)
 
 
 def _refuse_activations(settings: RunSettings, args: Any) -> None:
@@ -314,9 +314,9 @@ def _largest_batch(settings: RunSettings, args: Any) -> Mapping[str, Any]:
     return {**token_batch(rows, args.max_length), "use_cache": False}
 
 
-def _plan_reference(settings: RunSettings, args: Any, source: ModelSource, budget: Budget) -> Planned:
+def _plan_reference(settings: RunSettings, args: Any, source: ModelSource, budget: Budget) -> PlacedModel:
     model = build_model(source, settings.precision)
-    return Planned(*plan_for(model, None, budget=budget, precision=settings.precision, device=args.device))
+    return PlacedModel(*plan_for(model, None, budget=budget, precision=settings.precision, device=args.device))
 
 
 def _found(settings: RunSettings) -> tuple[ModelSource, PreTrainedTokenizerBase]:

@@ -17,7 +17,7 @@ from outcore.spec.plan import Plan, Tier
 from outcore.spec.reservations import tier_bytes
 
 
-class Planned(NamedTuple):
+class PlacedModel(NamedTuple):
     """A model, and where it lives."""
 
     spec: ModelSpec
@@ -35,19 +35,19 @@ class Planned(NamedTuple):
         """Bytes on each tier, as a budget counts them."""
         return of_node(tier_bytes(self.spec, self.plan), num_local_ranks())
 
-    def untimed(self) -> Planned:
+    def untimed(self) -> PlacedModel:
         """Return the same without steps in time."""
         return self._replace(predicted=None)
 
 
 _SHARES = 16
 """Shares of the device that are tried for the reference if simple ones do not do."""
-Planner = Callable[[Budget], Planned]
+Planner = Callable[[Budget], PlacedModel]
 Bytes = Mapping[str, int]
 """Bytes by tier."""
 
 
-def plan_both(budget: Budget, model: Planner, reference: Planner) -> tuple[Planned, Planned]:
+def plan_both(budget: Budget, model: Planner, reference: Planner) -> tuple[PlacedModel, PlacedModel]:
     """Share a budget among a model and its reference.
 
     Args:

@@ -25,7 +25,7 @@ def notices(*, are_shown: bool = True) -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    handler = _Once(are_shown=are_shown)
+    handler = _OnceHandler(are_shown=are_shown)
     loggers, talkative = (list(map(logging.getLogger, names)) for names in (LIBRARIES, _TALKATIVE))
     before = [(log, log.level, log.handlers, log.propagate) for log in (*loggers, *talkative)]
     for log in talkative:
@@ -53,7 +53,7 @@ def _set(log: logging.Logger, level: int, handlers: list[logging.Handler], *, pr
 
 
 @final
-class _Once(logging.Handler):
+class _OnceHandler(logging.Handler):
     """Prints each text once."""
 
     def __init__(self, *, are_shown: bool) -> None:
