@@ -6,7 +6,6 @@ Every option is tried: the rule's plan is made with it, which takes no search. S
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -77,27 +76,6 @@ class Misfit:
             "message": str(self.error),
         }
         return json.dumps(facts, indent=2)
-
-    def to_html(self, style: str) -> str:
-        """Return a page. Args: style: The style sheet of all pages."""
-        title = html.escape(f"{self.question.model} does not fit {self.machine}")
-        cells = ([each.options, _sizes(each.needed_bytes), each.means] for each in self.advice if each.fits)
-        others = ([each.options, _sizes(each.needed_bytes), each.means] for each in self.advice if not each.fits)
-        body = [
-            f"<h1>{title}</h1><pre>{html.escape(str(self.error))}</pre>",
-            _table("Each of these alone would do", "takes", [*cells]),
-            _table("Not enough alone", "would need", [*others]),
-        ]
-        head = f'<meta charset="utf-8"><title>outcore plan: {title}</title><style>{style}</style>'
-        return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
-
-
-def _table(title: str, takes: str, rows: list[list[str]]) -> str:
-    if not rows:
-        return ""
-    heads = "".join(f"<th>{head}</th>" for head in ("option", takes, "what it means"))
-    lines = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<section><h2>{title}</h2><div class="scroll"><table><tr>{heads}</tr>{lines}</table></div></section>'
 
 
 def _options(question: Question, source: ModelSource, hardware: Hardware) -> Iterator[Advice]:

@@ -63,7 +63,10 @@ def write_page(answer: Answer, path: Path) -> None:
 
 def write_misfit(misfit: Misfit, path: Path) -> None:
     """Write the page of a model that does not fit. Raises: ConfigError: The file cannot be written."""
-    _write(path, misfit.to_html(_asset("page.css")))
+    title = html.escape(f"{misfit.question.model} does not fit {misfit.machine}")
+    head = f'<meta charset="utf-8"><title>outcore plan: {title}</title><style>{_asset("page.css")}</style>'
+    said = html.escape(f"{misfit.error}\n\n{misfit.to_text()}")
+    _write(path, f'<!doctype html>\n<html lang="en">{head}<h1>{title}</h1><pre>{said}</pre></html>\n')
 
 
 def _write(path: Path, text: str) -> None:
