@@ -20,20 +20,34 @@ _MOST_MICRO_BATCHES, _MOST_RANKS = 2**10, 2**14
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class MachineQuestion:
+    """The machines that a question is about."""
+
+    hardware: str | None
+    """File or names of parts; None: this machine."""
+    device_memory: str | None
+    host_memory: str | None
+    disk_size: str | None
+    nodes: int = 1
+    gpus_per_node: int = 1
+    """Ranks of a node. Batch and device memory are those of one rank, host memory and disk those of a node."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that train together."""
+        return Ranks(self.nodes, self.gpus_per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(MachineQuestion):
     """A question to the planner, as the command line puts it."""
 
     model: str
-    hardware: str | None
-    """File or names of parts; None: this machine."""
     batch_size: int
     seq_len: int
     grad_accum: int
     precision: str
     clipping: bool
-    device_memory: str | None
-    host_memory: str | None
-    disk_size: str | None
     optim: str = "adamw_torch"
     """The optimizer, as training arguments name it."""
     master_format: str = "fp32"
@@ -41,9 +55,6 @@ class Question:
     """Rank of adapters; None: all weights are trained."""
     load_in_4bit: bool = False
     load_in_8bit: bool = False
-    nodes: int = 1
-    gpus_per_node: int = 1
-    """Ranks of a node. Batch and device memory are those of one rank, host memory and disk those of a node."""
 
     def __post_init__(self) -> None:
         tokens, ranks = self.batch_size * self.seq_len, self.nodes * self.gpus_per_node
@@ -60,11 +71,6 @@ class Question:
         ):
             if got not in words:
                 raise ConfigError(f"{flag}: expected one of {', '.join(words)}, but got '{got}'")
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that train together."""
-        return Ranks(self.nodes, self.gpus_per_node)
 
     @property
     def quantization(self) -> Quantization | None:

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import outcore
 from outcore.command.train.command_ranks import CommandRanks
 from outcore.command.train.loop.preemption import Preemption
 from outcore.command.train.planned_run import PlannedRun
 from outcore.command.train.settings.run_settings import RunSettings
-
-
-class RankTask(NamedTuple):
-    """What rank 0 tells the others to do when all is ready."""
-
-    checkpoint: Path | None = None
-    """The checkpoint to go on from; None: the run is new."""
-    trains: bool = True
 
 
 def follow_train(settings: RunSettings, crew: CommandRanks) -> None:
@@ -39,9 +30,9 @@ def follow_train(settings: RunSettings, crew: CommandRanks) -> None:
         trainer = job.trainer(data, (preemption,))
         try:
             trainer.preemption = preemption
-            todo: RankTask = crew.hear()
-            if todo.trains:
-                trainer.train(resume_from_checkpoint=None if todo.checkpoint is None else str(todo.checkpoint))
+            checkpoint, trains = crew.hear()
+            if trains:
+                trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
                 crew.hear()  # rank 0 has made a folder for the model
                 outcore.save_pretrained(trainer.model, settings.out)
         finally:

@@ -28,7 +28,6 @@ from outcore.checkpoint.weights.small_files import SmallFilesError, Writers
 from outcore.command.terminal import Terminal
 from outcore.command.train.command_ranks import ALONE, CommandRanks
 from outcore.command.train.facts import Length, facts_of_data, facts_of_model
-from outcore.command.train.follow import RankTask
 from outcore.command.train.loop.nonfinite import NonFiniteStepError
 from outcore.command.train.loop.preemption import Preemption
 from outcore.command.train.output.folder import MODEL, Checkpoint, OutputFolder
@@ -161,7 +160,7 @@ def _train(run: _RunParts, record: RunRecord) -> None:
         if _is_over(run, trainer, length.steps):
             return
         path = None if run.output.checkpoint is None else run.output.checkpoint.path
-        run.crew.tell(RankTask(path))
+        run.crew.tell((path, True))
         trainer.train(resume_from_checkpoint=None if path is None else str(path))
         others: Writers = {("tokenizer_config.json",): run.job.tokenizer.save_pretrained}
         try:
@@ -210,7 +209,7 @@ def _is_over(run: _RunParts, trainer: Any, steps: int) -> bool:
     if resumed.step < steps:
         return False
     output.begin()
-    run.crew.tell(RankTask(resumed.path, trains=False))
+    run.crew.tell((resumed.path, False))  # nothing is left to train
     output.model_of(resumed, best=trainer.args.load_best_model_at_end)
     _say(terminal, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
     if run.job.settings.trace is not None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self, final
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from outcore.command.train.loop.recorded import RecordedRuns
 from outcore.command.train.output.folder import METRICS
@@ -141,26 +141,20 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
 
     # Called by the Trainer.
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Begin to time saves: they may be due from now on."""
         self._world = kwargs["optimizer"].engine.access.world
         self.saves.begin()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note that steps of an epoch follow."""
         self.is_epoch_over = False
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Only note signals from now on: there is something to lose."""
         self._is_held, self._step = True, state.global_step + 1
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for a save if one is due by the clock; of several ranks, by that of rank 0.
 
         If an evaluation follows at the end of the epoch, the save comes after it: a run that goes on from a checkpoint
@@ -174,9 +168,7 @@ class Preemption(TrainerCallback):  # type: ignore[misc]  # the library has no t
         if args.eval_strategy == "epoch" and (is_last or state.epoch == int(state.epoch)):
             self._saves_later, control.should_save = control.should_save, False
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for the save that was put off until after the epoch's evaluation."""
         self.is_epoch_over = True
         if self._saves_later:

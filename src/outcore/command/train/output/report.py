@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TextIO, final
 
 from rich.console import Console
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from outcore.command.progress import ProgressFunctions, StepReport, progress
 from outcore.command.train.output.folder import METRICS, PLAN, OutputFolder
@@ -82,9 +82,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Open the files and the bar: from now on what the run writes stays."""
         self._optimizer = kwargs["optimizer"]
         self._begun_s = time.perf_counter()
@@ -103,15 +101,13 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._reported = (state.global_step, 0)
         self._meter = _StepMeter(self._optimizer)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let the meter go on, and begin to record if this is the first step to trace."""
         self._meter.go_on()
         if self._tracer is not None:
             self._tracer.begin_step(state.global_step + 1)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and pause the meter for what may follow: evaluation, saving, a trace."""
         self._shown.move_to(state.global_step)
         self._explain(state)
@@ -121,15 +117,13 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             self._meter.go_on()
         self._pause_before(control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Pause for evaluation and saving."""
         self._pause_before(control)
 
     def on_log(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
         control: TrainerControl,
         logs: Mapping[str, Any],
@@ -174,9 +168,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             said = f"step {state.global_step}: {why}; outcore probe measures the machine again, --resume plans for it"
             self._console.print(said, markup=False, soft_wrap=True)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Close the files. The bar stays as it is."""
         self._closing.close()
 

@@ -38,17 +38,31 @@ File = Annotated[Path, BeforeValidator(_named), AfterValidator(lambda path: Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What the commands decide besides TRL's settings."""
+class ModelOptions:
+    """What is trained."""
 
     model: Name
-    data: Names
-    """As given: files, directories and data sets, each perhaps with a weight."""
-    out: File
-    eval_data: Names | None = None
     precision: RunPrecision = "bf16"
     master_format: MasterFormat = "fp32"
     """Format of fp32 masters beside bf16 weights."""
+    attention: Name | None = None
+    """Transformers' name of an implementation; None: what Transformers takes by itself."""
+    load_in_4bit: bool = False
+    """Whether the frozen base under adapters is quantised to 4 bits, with bitsandbytes."""
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    bnb_4bit_use_double_quant: bool = False
+    # SFTConfig has these two, too; DPOConfig has not.
+    eos_token: str | None = None
+    """Token that ends a document or turn, instead of the tokenizer's own."""
+    chat_template_path: File | None = None
+    """Chat template to use instead of the tokenizer's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions:
+    """Where and how it runs."""
+
     plan: File | None = None
     activations: AwayTier | None = None
     """The tier on which what forward saves rests until backward; None: on the device, as far as it fits."""
@@ -58,15 +72,18 @@ class RunOptions:
     """Whether blocks are compiled with ``torch.compile``."""
     unit_micro_batches: PositiveInt | None = None
     """Pieces in which units run a micro-batch; None: one."""
-    attention: Name | None = None
-    """Transformers' name of an implementation; None: what Transformers takes by itself."""
-    load_in_4bit: bool = False
-    """Whether the frozen base under adapters is quantised to 4 bits, with bitsandbytes."""
-    load_in_8bit: bool = False
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
-    bnb_4bit_use_double_quant: bool = False
     device: str | None = None
     """``cpu`` or an accelerator; None: the accelerator if there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ModelOptions, PlacementOptions):
+    """What the commands decide besides TRL's settings."""
+
+    data: Names
+    """As given: files, directories and data sets, each perhaps with a weight."""
+    out: File
+    eval_data: Names | None = None
     save_every_minutes: PositiveFloat | None = None
     """Minutes between two saves, besides the saves that the Trainer makes."""
     grace: NonNegativeFloat = 30.0
@@ -78,11 +95,6 @@ class RunOptions:
     trace: File | None = None
     """File for a timeline of a few steps."""
     dry_run: bool = False
-    # SFTConfig has these two, too; DPOConfig has not.
-    eos_token: str | None = None
-    """Token that ends a document or turn, instead of the tokenizer's own."""
-    chat_template_path: File | None = None
-    """Chat template to use instead of the tokenizer's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
