@@ -403,6 +403,7 @@ class TestValues:
             ("seed: 1_000\n", "seed", 1000),
             ("lr: '0.5'\n", "learning_rate", 0.5),
             ("steps: 3.0\n", "max_steps", 3),
+            ("steps: 010\n", "max_steps", 10),  # YAML 1.1: octal, 8
             ("steps: '30'\n", "max_steps", 30),
             ("epochs: 2\n", "num_train_epochs", 2),
             ("seq_len: null\n", "max_length", None),

@@ -22,7 +22,7 @@ from outcore.command.train.data.sources import DataSource, drawn, hub_name, shar
 from outcore.command.train.method import Kind, Method
 from outcore.core.errors import ConfigError
 
-_BATCH_ROWS = 100  # written at once, and so decoded at once later; a row may have megabytes
+_BATCH_ROWS = 400  # written at once, and so decoded at once later; a row may have megabytes
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def load_data(names: Sequence[str], *, flag: str, cache: Path, method: Method, s
     Raises:
         ConfigError: It cannot be used; ``cache`` is as before.
 
-    Memory: host, a few MiB, or one row where that is more; a few words for each row that is drawn.
+    Memory: host, a few hundred rows; a few words for each row that is drawn.
     """
     datasets.disable_progress_bars()  # of this data set, and of what TRL makes of it
     try:

@@ -138,8 +138,8 @@ class SettingKind:
                 wrong = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str)]
                 if not self.words or all(word in self.words for word in wrong):
                     return reading if isinstance(value, float) and value == reading else value  # 3 stays 3, not 3.0
-                near = difflib.get_close_matches(str(value), self.words, n=_MANY, cutoff=0)
-                nearest = f"{len(self.words)} words, such as {', '.join(near[:3])}"
+                near = difflib.get_close_matches(str(value), self.words, n=3, cutoff=0)
+                nearest = f"{len(self.words)} words, the nearest being {', '.join(near)}"
                 expected = {f"one of {', '.join(self.words) if len(self.words) <= _MANY else nearest}": None}
                 break
         said = " or ".join(expected) or "a value of another type"
