@@ -226,16 +226,13 @@ class PlannedRun:
 
     def written_bytes(self) -> int:
         """Return the least that the run writes: the model or its adapters, and a checkpoint if it saves any."""
-        settings = self.settings
-        saves = settings.training["save_strategy"] != "no" or settings.save_every_minutes is not None
-        return self._model_bytes() + (self.checkpoint_bytes() if saves else 0)
-
-    def checkpoint_bytes(self) -> int:
-        """Return the size of one checkpoint: the model or its adapters, and their states."""
+        settings, nbytes = self.settings, self._model_bytes()
+        if settings.training["save_strategy"] == "no" and settings.save_every_minutes is None:
+            return nbytes
         names, units = ("master", CODES, *self.model.spec.state_names), self.model.spec.units
         states = [state for unit in units for state in lay_out_states(unit, names, is_compact=True).values()]
         of_rank = sum(part.nbytes for state in states for part in state.parts)
-        return self._model_bytes() + self.model.num_ranks * of_rank
+        return 2 * nbytes + self.model.num_ranks * of_rank
 
     def _model_bytes(self) -> int:
         all_params = [p for unit in self.model.spec.units for p in unit.params]

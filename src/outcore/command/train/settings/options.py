@@ -231,8 +231,8 @@ _SHARED: Mapping[str, Any] = {
     "grace": _option(
         _OUTPUT,
         "S",
-        "Seconds from SIGTERM or SIGUSR1 to the end of the run, 30 by default: it finishes its step and saves a "
-        "checkpoint if there is time for that, else it stops at once.",
+        "Seconds from SIGTERM or SIGUSR1 to the end of the run, 30 by default: it finishes its step, with an "
+        "evaluation that is due, and saves a checkpoint. When the time is over, it stops at once.",
     ),
     "keep": _option(_OUTPUT, "N", "Keep the newest N checkpoints; all by default."),
     "resume": _option(
