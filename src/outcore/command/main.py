@@ -238,37 +238,37 @@ def _run(method: Method, given: Mapping[str, Any]) -> None:
     from outcore.command.train.command_ranks import CommandRanks
     from outcore.command.train.output.notices import notices
 
-    crew = CommandRanks.join()
+    ranks = CommandRanks.join()
     try:
-        with notices(are_shown=crew.is_first):
+        with notices(are_shown=ranks.is_first):
             from outcore.command.train.follow import follow_train
             from outcore.command.train.run import run_train
             from outcore.command.train.settings.run_settings import resolve
 
             settings = resolve(given.get("config"), flags, given.get("assignments", []), method)
-            run_train(settings, crew) if crew.is_first else follow_train(settings, crew)
-        crew.end()
+            run_train(settings, ranks) if ranks.is_first else follow_train(settings, ranks)
+        ranks.end()
     except (KeyboardInterrupt, SystemExit) as stop:
-        if crew.is_first:
+        if ranks.is_first:
             _say("stopped", stop)
         raise typer.Exit(130 if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0)) from stop
     except Exception as error:
-        if crew.size == 1:
+        if ranks.size == 1:
             raise
-        raise typer.Exit(_said_once(crew, error)) from error
+        raise typer.Exit(_said_once(ranks, error)) from error
 
 
-def _said_once(crew: CommandRanks, error: Exception) -> int:
-    """Report an error on one rank only. Returns: The exit status. See ``crew``, [Note: who speaks]."""
-    told = None if crew.is_first else crew.told(error)
+def _said_once(ranks: CommandRanks, error: Exception) -> int:
+    """Report an error on one rank only. Returns: The exit status. See ``command_ranks``, [Note: who speaks]."""
+    told = None if ranks.is_first else ranks.told(error)
     if told is not None:
         return told
     if isinstance(error, OutcoreError):
         _say(str(error), error)
     else:
         traceback.print_exception(error)
-    if crew.is_first:
-        crew.has_said(_status(error), error)
+    if ranks.is_first:
+        ranks.has_said(_status(error), error)
     return _status(error)
 
 

@@ -182,4 +182,4 @@ class CommandRanks:
 
 
 ALONE = CommandRanks()
-"""The crew without a launcher."""
+"""This process alone, without a launcher."""

@@ -55,18 +55,18 @@ class _RunParts:
     job: PlannedRun
     data: RunData
     terminal: Terminal
-    crew: CommandRanks
+    ranks: CommandRanks
     output: OutputFolder
     report: RunReport
     preemption: Preemption
 
 
-def run_train(settings: RunSettings, crew: CommandRanks = ALONE) -> None:
+def run_train(settings: RunSettings, ranks: CommandRanks = ALONE) -> None:
     """Train as the settings say, or with ``dry_run`` only say what would be done.
 
     Args:
         settings: Settings of the run.
-        crew: The ranks of the run. This process is the first of them; the others train along.
+        ranks: The ranks of the run. This process is the first of them; the others train along.
 
     Raises:
         ConfigError: A setting, the model or the data cannot be used; nothing is left behind.
@@ -78,7 +78,7 @@ def run_train(settings: RunSettings, crew: CommandRanks = ALONE) -> None:
     trace = None if settings.trace is None else TraceFile(settings.trace, out=settings.out)
     _say_items(terminal, "Settings", describe(settings))
     with _explained(output, settings):
-        crew.gather()
+        ranks.gather()
         budget = free_budget(settings.budget, device=settings.device)
         job = PlannedRun.of(dataclasses.replace(settings, budget=budget))
         output.refuse_full(job.written_bytes())
@@ -86,14 +86,14 @@ def run_train(settings: RunSettings, crew: CommandRanks = ALONE) -> None:
         record = RunRecord.of(settings, job.source)
         if output.checkpoint is not None:
             _changes(record, output.checkpoint)
-        crew.tell(job.plans)
+        ranks.tell(job.plans)
         if settings.dry_run:
             _dry_run(terminal, job, output, record)
-            crew.tell(None)
+            ranks.tell(None)
             return
         with output.opened() as cache:
             data = job.load_data(cache)
-            crew.tell(data)
+            ranks.tell(data)
             if job.taken["disk"]:
                 _give_freed_memory_back(job)
             _say(terminal, "Plan", job.plan_table())
@@ -111,7 +111,7 @@ def run_train(settings: RunSettings, crew: CommandRanks = ALONE) -> None:
                     job=job,
                     data=data,
                     terminal=terminal,
-                    crew=crew,
+                    ranks=ranks,
                     output=output,
                     report=report,
                     preemption=preemption,
@@ -160,12 +160,12 @@ def _train(run: _RunParts, record: RunRecord) -> None:
         if _is_over(run, trainer, length.steps):
             return
         path = None if run.output.checkpoint is None else run.output.checkpoint.path
-        run.crew.tell((path, True))
+        run.ranks.tell((path, True))
         trainer.train(resume_from_checkpoint=None if path is None else str(path))
         others: Writers = {("tokenizer_config.json",): run.job.tokenizer.save_pretrained}
         try:
             with run.output.new_model() as folder:
-                run.crew.tell(None)
+                run.ranks.tell(None)
                 save_model(engine_of(trainer.model, "the run"), folder, others)
         except SmallFilesError as error:
             raise SmallFilesError(run.output.path / MODEL, error.failed) from error  # the folder has its name now
@@ -209,7 +209,7 @@ def _is_over(run: _RunParts, trainer: Any, steps: int) -> bool:
     if resumed.step < steps:
         return False
     output.begin()
-    run.crew.tell((resumed.path, False))  # nothing is left to train
+    run.ranks.tell((resumed.path, False))  # nothing is left to train
     output.model_of(resumed, best=trainer.args.load_best_model_at_end)
     _say(terminal, "Done", f"nothing is left to do: {resumed.path} is at step {resumed.step} of {steps}")
     if run.job.settings.trace is not None:
