@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
-from outcore.command.train.output.record import Content
+from outcore.command.train.output.record import Content, RunRecord
 
 from .conftest import CONFIG, Outcome, Run, read_jsonl, write_json, write_jsonl
 from .test_train import options
@@ -116,6 +116,8 @@ def test_a_checkpoint_without_settings_is_said_and_a_damaged_one_refused(resume,
     file.with_name("manifest.json").unlink()  # as if written by another program or an older version
     known = json.loads(file.read_text())
     assert (known["steps"], known["data"]["rows"], known["settings"]["learning_rate"]) == (4, 11, 1e-2)
+    file.write_text(json.dumps({**known, "owes_evaluation": False}))  # as version 0.1.0 wrote it
+    assert RunRecord.load(file.parent).steps == 4
     file.write_text("{}")
     assert "settings.json', but it cannot be read" in resume().err
     file.unlink()

@@ -163,6 +163,7 @@ class RunRecord:
         path = folder / RECORD
         try:
             found = json.loads(path.read_text())
+            found.pop("owes_evaluation", None)  # earlier versions wrote it
             return cls(**{**found, "data": Content(**found["data"])})
         except FileNotFoundError:
             return None
