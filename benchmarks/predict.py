@@ -6,8 +6,8 @@ come.
 ``throttled``: rows of blocks that sleep, as in ``overlap.py``, with lanes of random speed. The machine is measured by
 the probe, which does not know these speeds; it is told how long blocks sleep. ``models``: small
 Llamas without throttles, with everything on the device, in host memory or on disk. Their work is counted from shapes
-alone. The machine is measured first, and again before a case if a CPU has another speed by then. ``limit``: equal
-matrix products for ``--seconds``. Medians over some seconds tell how often the best prediction would be how close.
+alone. The machine is measured first. ``limit``: equal matrix products for ``--seconds``. Medians over some seconds tell
+how often the best prediction would be how close.
 
     python benchmarks/predict.py
     python benchmarks/predict.py --what models limit --layers 4 --hidden 256
@@ -53,7 +53,6 @@ from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, RO
 from outcore.planner.timing.profile import rates_for
 from outcore.planner.timing.simulate import simulate
 from outcore.preparation.plan_choice import Options, Timed
-from outcore.probe.block_times import Speed
 from outcore.probe.compute_rates import products
 from outcore.probe.measure import WHOLE, Effort, measure
 from outcore.spec.budget import Limits
@@ -65,69 +64,45 @@ HOMES: Mapping[str, UnitHomes] = {"device": ALL_DEVICE, "host": ALL_HOST, "disk"
 PLENTY = Limits(device_bytes=2**40, host_bytes=2**40, disk_bytes=2**40)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WARM_UP = 2
-SAME, READINGS = 1.07, 5
-"""A machine has another speed if the median of some readings is more than this many times slower or faster."""
-PAUSE_S = 10.0
-"""Time to wait for the probe's speed before the machine is measured again: slow moments of virtual machines pass."""
 PRODUCTS, WINDOWS_S = 8, (1.0, 5.0, 10.0, 20.0)
 """Products that are timed together, for some tenths of a second; windows as long as some steps of a model."""
 
 
 def steps_s(
-    model: nn.Module,
-    plan: Plan,
-    steps: int,
-    loss_of: Callable[[], torch.Tensor],
-    folder: str,
-    speed: Callable[[], float] = lambda: 1.0,
-    **options: Any,
-) -> list[tuple[float, float]]:
-    """Seconds of real steps, from the end of one ``step()`` to that of the next, each with the machine's speed.
-
-    The speed of a CPU is measured between forward and backward, when few lanes are busy; these seconds do not count.
-    """
+    model: nn.Module, plan: Plan, steps: int, loss_of: Callable[[], torch.Tensor], folder: str, **options: Any
+) -> list[float]:
+    """Seconds of real steps, from the end of one ``step()`` to that of the next."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with prepare_for_test(model, optimizer, plan=plan, budget=outcore.Budget(disk=folder), **options) as prepared:
         model, optimizer = prepared
-        speeds, left_out_s = list[float](), list[float]()
 
         def step() -> None:
-            loss = loss_of()
-            start_s = time.perf_counter()
-            speeds.append(speed())
-            left_out_s.append(time.perf_counter() - start_s)
-            loss.backward()
+            loss_of().backward()
             clip_grad_norm_(model.parameters(), 1e9)
             optimizer.step()
             optimizer.zero_grad()
 
         if options["device"] != "cpu":  # its own clock: the host runs ahead of it
             warm_up(step, options["device"])
-            return [(s, 1.0) for s in timed(step, steps, options["device"])]
+            return timed(step, steps, options["device"])
         ends = list[float]()
-        for _ in range(WARM_UP + steps + 2):
+        for _ in range(WARM_UP + steps + 1):
             step()
-            ends.append(time.perf_counter() - sum(left_out_s))
-    seconds = [end - start for start, end in itertools.pairwise(ends)]
-    around = [statistics.fmean(pair) for pair in itertools.pairwise(speeds[1:])]
-    return list(zip(seconds, around, strict=False))[WARM_UP:]
+            ends.append(time.perf_counter())
+    return [end - start for start, end in itertools.pairwise(ends)][WARM_UP:]
 
 
-def compared(name: str, predicted_s: float, run: Callable[[], list[tuple[float, float]]]) -> dict[str, Any]:
+def compared(name: str, predicted_s: float, run: Callable[[], list[float]]) -> dict[str, Any]:
     """Print the prediction, run the case, and print the result."""
     print(f"{time.strftime('%H:%M:%S')} {name}: predicted {predicted_s:.4f} s", file=sys.stderr)
-    seconds, speeds = zip(*run(), strict=True)
-    at_one_speed = [s * speed for s, speed in zip(seconds, speeds, strict=True)]
-    ratio, scaled = (predicted_s / statistics.median(found) for found in (seconds, at_one_speed))
-    took = f"took {statistics.median(seconds):.4f} s, {ratio:.3f}; at the speed of the probe {scaled:.3f}"
-    print(f"{time.strftime('%H:%M:%S')} {name}: {took}", file=sys.stderr)
+    seconds = run()
+    ratio = predicted_s / statistics.median(seconds)
+    print(f"{time.strftime('%H:%M:%S')} {name}: took {statistics.median(seconds):.4f} s, {ratio:.3f}", file=sys.stderr)
     return {
         "case": name,
         "predicted_s": round(predicted_s, 5),
         "measured_s": [round(s, 5) for s in seconds],
-        "speed_over_probed": [round(speed, 4) for speed in speeds],
         "predicted_over_measured": round(ratio, 4),
-        "predicted_over_measured_at_one_speed": round(scaled, 4),
     }
 
 
@@ -169,16 +144,12 @@ def throttled(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield found | {"units_of_a_block": dataclasses.asdict(setting), "visit_s": hardware.host.visit_s}
 
 
-def models(args: argparse.Namespace, machine: Callable[[], Hardware]) -> Iterator[dict[str, Any]]:
-    """Small Llamas, with their data in all places. Args: machine: Measures it."""
-    hardware = machine()
+def models(args: argparse.Namespace, hardware: Hardware) -> Iterator[dict[str, Any]]:
+    """Small Llamas, with their data in all places."""
     for hidden, length, policy, home in itertools.product(args.hidden, args.lengths, args.policies, args.homes):
         torch.manual_seed(0)
         model = LlamaForCausalLM(_config(hidden, args.layers)).to(DTYPES[args.precision])
         name = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M, {args.batch_size} x {length} tokens"
-        if is_other(args.device, hardware):
-            time.sleep(0 if args.quick else PAUSE_S)
-            hardware = machine() if is_other(args.device, hardware) else hardware
         line = one_model(args, hardware, f"{name}, {policy}, {home}", model, length, policy, home)
         yield line | {"machine": json.loads(hardware.to_json())}
 
@@ -198,9 +169,8 @@ def one_model(
         step_s = math.nan if found is None else found.step_s
     loss = partial(lambda model, sample: model(**sample).loss, model, sample)
     options = {"precision": args.precision, "device": args.device}
-    with tempfile.TemporaryDirectory(dir=args.disk) as folder, open_device(args.device) as device:
-        speed = Speed(device, hardware).now
-        run = partial(steps_s, model, plan, args.steps, loss, folder, speed, **options)
+    with tempfile.TemporaryDirectory(dir=args.disk) as folder:
+        run = partial(steps_s, model, plan, args.steps, loss, folder, **options)
         return compared(name, step_s, run)
 
 
@@ -229,13 +199,6 @@ def most_within(seconds: list[float], off: float) -> int:
     return max(sum(most_s * (1 - off) / (1 + off) <= s <= most_s for s in seconds) for most_s in seconds)
 
 
-def is_other(device: str, hardware: Hardware) -> bool:
-    """Return whether a CPU has another speed than when it was measured. Time: a second."""
-    with open_device(device) as opened:
-        speed = Speed(opened, hardware)
-        return not 1 / SAME < statistics.median(speed.now() for _ in range(READINGS)) < SAME
-
-
 def measured_anew(args: argparse.Namespace, effort: Effort, caches: ExitStack) -> Hardware:
     """Measure the machine. Blocks are measured anew, too: they are kept in a folder of their own."""
     os.environ["XDG_CACHE_HOME"] = caches.enter_context(tempfile.TemporaryDirectory())
@@ -255,11 +218,9 @@ def _config(hidden: int, layers: int) -> LlamaConfig:
 
 def summary(found: list[Mapping[str, Any]]) -> dict[str, Any]:
     """How many predictions were how close."""
-    counts: dict[str, Any] = {"cases": len(found)}
-    for name in ("predicted_over_measured", "predicted_over_measured_at_one_speed"):
-        off = [abs(1 / line[name] - 1) for line in found]
-        counts[name] = {f"within_{n}_percent": sum(o <= n / 100 for o in off) for n in (5, 10, 20, 50)}
-    return counts
+    off = [abs(1 / line["predicted_over_measured"] - 1) for line in found]
+    counts = {f"within_{n}_percent": sum(o <= n / 100 for o in off) for n in (5, 10, 20, 50)}
+    return {"cases": len(found), "predicted_over_measured": counts}
 
 
 def arguments() -> argparse.Namespace:
@@ -306,7 +267,7 @@ def main() -> None:
     if "models" in args.what:
         effort = Effort(window_s=0.01, buffer_bytes=2**21, sizes=(2**16, 2**20), disk_bytes=2**22, steps=4)
         with ExitStack() as caches:
-            machine = partial(measured_anew, args, effort if args.quick else WHOLE, caches)
+            machine = measured_anew(args, effort if args.quick else WHOLE, caches)
             collect(results, "models", models(args, machine))
     if "limit" in args.what:
         results["limit"] = limit(args)

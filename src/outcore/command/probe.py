@@ -110,6 +110,9 @@ def _rows(machine: Hardware) -> Iterator[tuple[str, str]]:
     if machine.network is not None:
         yield "network", f"{_rate(machine.network.bytes_per_s)} into a node"
     shared = ", ".join(f"{link} {part:.2f}" for link, part in host.parts.items())
+    turns = [part.fast[name] / value for part in (device, host) for name, value in part.slow.items()]
+    if turns:
+        yield "spread", f"half of the turns of what computes within {max(max(x, 1 / x) for x in turns) - 1:.0%}"
     yield "shared", f"{shared} of host memory and cores: parts above 1 together slow each other down"
 
 

@@ -175,7 +175,7 @@ def hardware_for(
         return found
     machine = Machine(device.torch_device, tuple(map(Path, paths or ())))
     with_a_disk = machine.kept_with_a_disk() if paths is None else None
-    if with_a_disk is not None and (not may_measure or machine.still_holds(with_a_disk)):
+    if with_a_disk is not None:
         return with_a_disk.hardware
     return _at_hand(machine, may_measure=may_measure)
 

@@ -185,13 +185,6 @@ def blocks(device: Device) -> ProbeLoad:
     return _compute(device, 1.0, torch.no_grad()(partial(block, block.example())))
 
 
-def half_blocks(device: Device) -> ProbeLoad:
-    """The same, half a block per turn."""
-    block = SmallBlock(device.torch_device, *_OF_A_MODEL)
-    values, halves = block.example(), itertools.cycle((block.attend, block.gate))
-    return _compute(device, 0.5, torch.no_grad()(lambda: next(halves)(values)))
-
-
 def _sized(
     device: Device, sized: Callable[[int], tuple[float, Callable[[], object]]], size: int, most: int
 ) -> ProbeLoad:

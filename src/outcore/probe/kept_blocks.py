@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,10 @@ from outcore.model.casts import Autocast
 from outcore.model.partition import Partition
 from outcore.planner.forward.calls import calls_of
 from outcore.planner.timing.profile import UnitTimes, UnitWork, rates_for
-from outcore.probe.block_times import Speed, measure_blocks, measure_rest
+from outcore.probe.block_times import measure_blocks
 from outcore.probe.measured_machines import Machine, versions
 from outcore.spec.hardware import Hardware
 from outcore.spec.text_file import Described
-from outcore.torch_private import pytree
 
 _MOST_S = 1e6
 """Upper limit of a block's seconds. A larger number means that the file was edited."""
@@ -71,7 +70,7 @@ def runs_here(cut: Partition, hardware: Hardware, device: torch.device) -> bool:
 def with_times(
     work: Mapping[str, UnitWork], cut: Partition, sample: Mapping[str, Any], device: Device, hardware: Hardware
 ) -> dict[str, UnitWork]:
-    """Add to each unit's work its seconds on this machine's device: kept ones, else measured now.
+    """Add to the work of each block its seconds on this machine's device: kept ones, else measured now.
 
     Args:
         work: Work of every unit, by name.
@@ -86,16 +85,15 @@ def with_times(
     Time: see ``measure_blocks``, and a forward in Python.
     """
     calls = calls_of(cut, sample, device.torch_device)
-    names = _names(cut, sample, [*calls.kinds], device)
+    names = _names(cut, calls.kinds, device)
     path = Machine(device.torch_device).blocks_path(hardware)
     kept = _kept(path)
     known: dict[str, UnitTimes | None] = {name: UnitTimes(*seconds) for name, seconds in kept.blocks.items()}
     if not all(name in known for name in names):
         rates = rates_for(hardware, cut.spec, work)
         counted_s = {name: rates.forward_s[name] + rates.backward_s[name] for name in work}
-        given, others = (device, counted_s, Speed(device, hardware)), Others()
-        found = [*measure_blocks(cut, calls, *given), measure_rest(cut, sample, calls, *given)]
-        known |= dict(zip(names, found, strict=True))
+        others = Others()
+        known |= dict(zip(names, measure_blocks(cut, calls, device, counted_s), strict=True))
         busy = others.busy()
         if busy:
             warnings.warn(
@@ -105,24 +103,17 @@ def with_times(
             )
         else:
             _keep(kept, known, path)
-    name_of = dict(zip(calls.kinds, names[:-1], strict=True))
+    name_of = dict(zip(calls.kinds, names, strict=True))
     of_unit = {unit: _sum([known[name_of[kind]] for kind in kinds]) for unit, kinds in calls.of.items()}
-    of_unit[""] = known[names[-1]]
     return {name: dataclasses.replace(each, measured=of_unit.get(name)) for name, each in work.items()}
 
 
-def _names(cut: Partition, sample: Mapping[str, Any], kinds: Sequence[Hashable], device: Device) -> list[str]:
-    """Return digests: one for each kind of block, then one for the rest.
-
-    The printed form of a module has its classes, sizes and settings.
-    """
+def _names(cut: Partition, kinds: Iterable[Hashable], device: Device) -> list[str]:
+    """Return a digest for each kind of block. The printed form of a module has its classes, sizes and settings."""
     model, autocast = cut.modules[0], Autocast.now(device.torch_device)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    batch = pytree.tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), dict(sample))
     facts = f"{cut.spec.precision} {autocast} {attention} {model}"
-    rest = [(param.name, param.shape, param.dtype, param.requires_grad) for param in cut.spec.units[0].params]
-    texts = [f"{what} {facts}" for what in (*kinds, [batch, rest, kinds])]
-    return [hashlib.blake2b(text.encode(), digest_size=12).hexdigest() for text in texts]
+    return [hashlib.blake2b(f"{kind} {facts}".encode(), digest_size=12).hexdigest() for kind in kinds]
 
 
 def _kept(path: Path) -> KeptBlocks:

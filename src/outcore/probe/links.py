@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,9 @@ from outcore.core.quantities import PAGE_BYTES
 from outcore.device.device import Device
 from outcore.device.opening import reach_one_another
 from outcore.probe import compute_rates as work
-from outcore.probe.loads import usual_speed
+from outcore.probe.loads import rate_of
 from outcore.probe.measure import MIB, memory_of_host
-from outcore.probe.samples import FittedLine, line, usual_s
+from outcore.probe.samples import FittedLine, line
 from outcore.ranks.world import World
 from outcore.spec.hardware import LinksPart, NetworkPart
 from outcore.spec.lane_names import Lane
@@ -105,9 +106,9 @@ class _RankProbe:
 
     def _line(self, part: float, meet: Callable[[int], None]) -> FittedLine:
         """Measure at all sizes. Args: part: Part of a size that passes. meet: Lets all ranks exchange a size."""
-        return line({int(part * nbytes): self._usual_s(meet, nbytes) for nbytes in self._sizes})
+        return line({int(part * nbytes): self._exchange_s(meet, nbytes) for nbytes in self._sizes})
 
-    def _usual_s(self, meet: Callable[[int], None], nbytes: int) -> float:
+    def _exchange_s(self, meet: Callable[[int], None], nbytes: int) -> float:
         seconds = []
         for _ in range(1 + _TIMES):
             self._device.finish_copies()
@@ -116,7 +117,7 @@ class _RankProbe:
             meet(nbytes)
             self._device.finish_copies()
             seconds.append(time.perf_counter() - start_s)
-        return usual_s(seconds[1:])  # the first one opens connections
+        return median(seconds[1:])  # the first one opens connections
 
     def _gather(self, whole: torch.Tensor) -> None:
         place, run = self._world.rank % self._per_node, whole.numel() // self._per_node
@@ -129,9 +130,8 @@ class _RankProbe:
     def _to_devices(self) -> tuple[float, float]:
         """Measure bytes per second from host memory to one device: alone, and while all ranks of the node copy."""
         load = work.copies(self._device, Lane.H2D, self._there, self._here, min(self._sizes[-1], 4 * MIB))
-        load.turn()
         self._world.all_of(None)
-        together = usual_speed(load, _WINDOW_S)
+        together = rate_of(load, _WINDOW_S).per_s
         self._world.all_of(None)
-        alone = usual_speed(load, _WINDOW_S) if self._world.rank == 0 else 0.0
+        alone = rate_of(load, _WINDOW_S).per_s if self._world.rank == 0 else 0.0
         return self._world.from_first((alone, together))

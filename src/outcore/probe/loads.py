@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-
-from outcore.probe.samples import usual_s
+from statistics import quantiles
+from typing import NamedTuple
 
 _LEAST_TURNS = 3
 
@@ -25,6 +25,14 @@ class ProbeLoad:
     """Does the work of one turn; returns when that is over."""
     is_compute: bool = False
     """Only the calling thread can do it."""
+
+
+class SampledRate(NamedTuple):
+    """Amount per second by the median of turns, and by their slow and fast quartiles."""
+
+    per_s: float
+    slow: float
+    fast: float
 
 
 @dataclass
@@ -49,15 +57,17 @@ class _LoadTurns:
         return sum(max(min(end, end_s) - max(start, start_s), 0.0) / (end - start) for start, end in self.turns)
 
 
-def usual_speed(load: ProbeLoad, window_s: float) -> float:
-    """Measure the amount per second of a load that runs alone, as if no other program ran on the machine.
+def rate_of(load: ProbeLoad, window_s: float) -> SampledRate:
+    """Measure a load that runs alone, after a turn that is not counted: kernels are chosen in it, and memory touched.
 
     Args:
         load: The load.
         window_s: How long to run it at least; it also gets a few turns at least.
     """
+    load.turn()
     (run,) = _run([load], window_s)
-    return load.amount / usual_s([end - start for start, end in run.turns])
+    fast_s, middle_s, slow_s = quantiles((end - start for start, end in run.turns), n=4, method="inclusive")
+    return SampledRate(load.amount / middle_s, load.amount / slow_s, load.amount / fast_s)
 
 
 def speeds(loads: Sequence[ProbeLoad], window_s: float) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Measure this machine in some seconds: every link at several sizes, alone and beside each other one.
 
+The median of a load's turns counts. The quartiles of what computes are kept as the slow and the fast end of its figure.
+
 [Note: what is shared] Links also run in pairs. Their remaining speeds tell how much each takes of what they share
 (``samples.parts``): host memory, and the cores that move bytes there. The two directions of the bus have a figure of
 their own, and so have reading and writing of the drive. Where the device is the CPU, compute runs beside each link,
@@ -12,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +31,7 @@ from outcore.memory.host import HostMemory
 from outcore.memory.limits import disk_free_bytes, host_bytes, host_free_bytes
 from outcore.memory.topology import cache_bytes
 from outcore.probe import compute_rates as work
-from outcore.probe.loads import ProbeLoad, speeds, usual_speed
+from outcore.probe.loads import ProbeLoad, SampledRate, rate_of, speeds
 from outcore.probe.samples import FittedLine, line, parts
 from outcore.probe.visits import VisitTimes, visit_times
 from outcore.spec.hardware import BusPart, DevicePart, DiskPart, Hardware, HostPart
@@ -49,9 +50,7 @@ _LONGEST_S = 0.06
 Threads share the pieces of a transfer, and wait for the last of them. So two long transfers at once are faster than two
 short ones: a virtual drive read and wrote 2.6 GB/s with 16 MiB each, and 3.4 GB/s with 85 MiB.
 """
-_QUICK_S = 0.03
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
-_Key = TypeVar("_Key", bound=Hashable)
 _BUS, _DISK = ("h2d", "d2h"), ("disk_write", "disk_read")
 
 
@@ -60,7 +59,7 @@ class Effort:
     """How much is measured, and how long."""
 
     window_s: float
-    """Seconds of every measurement; where one thing runs alone, of all rounds together."""
+    """Seconds of every measurement."""
     buffer_bytes: int
     """Least size of the buffers on either side of the bus."""
     sizes: Sequence[int]
@@ -72,11 +71,6 @@ class Effort:
     a slow drive, and where host memory is scarce."""
     steps: int
     """Steps of a small model, for the engine's time per visit."""
-    rounds: int = 1
-    """Rounds of all measurements but the engine's time per visit; the median of the rounds counts.
-
-    Since a machine changes its speed in moments of seconds, every round measures everything.
-    """
     of_caches: int = 0
     """Least size of these buffers in multiples of the processor's last-level caches. A run's data outgrows those."""
 
@@ -88,7 +82,6 @@ WHOLE = Effort(
     disk_bytes=512 * MIB,
     longest_transfer=64 * MIB,
     steps=40,
-    rounds=3,
     of_caches=4,
 )
 QUICK = Effort(
@@ -115,7 +108,7 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
         DiskError: A folder cannot serve the disk tier; nothing is left behind.
         MemoryBudgetError: There is too little memory even for this.
 
-    Time: the whole effort 15 to 30 s, the quick one some 5 s. Memory: about two buffers on the device and two in host
+    Time: the whole effort 10 to 20 s, the quick one some 5 s. Memory: about two buffers on the device and two in host
     memory. A buffer has 256 MiB, or four times the last-level caches if that is more; for the quick effort, 64 MiB or
     twice the caches; but at most a sixteenth of what is free. With a disk two of the longest transfers as well.
     """
@@ -129,7 +122,7 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
             store = undo.enter_context(DiskStore.open(list(disks), effort.disk_bytes))
         visits = visit_times(open_device, effort.steps)
         probe, name = _Probe(device, effort, undo, store), device_name(device.torch_device)
-        rates, links = probe.measured()
+        rates, links = probe.rates(), probe.links()
     return Hardware(
         name=name,
         device=_device(rates, device),
@@ -139,18 +132,12 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: Ef
     )
 
 
-def product_flops(open_device: Callable[[], Device]) -> float:
-    """Measure products in bf16 alone, in a tenth of a second. Args: open_device: Opens the device, which is closed."""
-    with closing(open_device()) as device, torch.autocast(device.torch_device.type, enabled=False):
-        return _rate(work.products(device, _BFLOAT16), _QUICK_S)
-
-
 class _LinkResults(NamedTuple):
     """What was measured of links."""
 
     lines: Mapping[str, FittedLine]
     """Link -> its rate and latency, for links that move bytes."""
-    alone: Mapping[str, float]
+    alone: Mapping[str, SampledRate]
     """Link -> bytes, parameters or operations per second, with the largest copies and transfers that were measured."""
     left: Mapping[tuple[str, str], tuple[float, ...]]
     """Two links -> the parts of their speeds that remain while both run."""
@@ -160,90 +147,62 @@ class _LinkResults(NamedTuple):
         return min(max(sum(self.left[pair]), 0.5), 2.0)
 
 
-class _ProbeRound(NamedTuple):
-    """What one round found."""
-
-    computing: dict[str, float]
-    """Figure of the device -> its rate."""
-    alone: dict[tuple[str, int], float]
-    """Link and size -> seconds of a copy or transfer."""
-    usual: dict[str, float]
-    """Link -> its rate with the largest size."""
-    left: dict[tuple[str, str], tuple[float, ...]]
-    """Two links -> the parts of their speeds that remain while both run."""
-
-
 class _Probe:
     """Measures with buffers and workers of its own, which are closed with the stack."""
 
     def __init__(self, device: Device, effort: Effort, closing: ExitStack, store: DiskStore | None) -> None:
         self._device, self._effort, self._closing = device, effort, closing
-        self._window_s = effort.window_s / effort.rounds
         least = 2 * effort.sizes[-1]
         wanted = max(effort.buffer_bytes, effort.of_caches * cache_bytes())
         most = min(wanted, host_free_bytes() // _OF_FREE, device.memory_bytes() // _OF_FREE)
         self._buffer_bytes = max(least, most // least * least)
-        there = device.allocate(self._buffer_bytes)
-        there.zero_()
-        self._computing = self._compute_loads(there)
-        self._moves = self._without_slow(self._move_loads(there, store))
-        workers = closing.enter_context(UpdateWorkers.beside(device))
-        self._shared = [each[max(each)] for each in self._moves.values()]
-        self._shared.append(work.updates(device, workers, self._host_memory(self._buffer_bytes)))
-        if device.computes_on_host:
-            self._shared.append(work.half_blocks(device))
+        self._there = device.allocate(self._buffer_bytes)
+        self._there.zero_()
+        self._moves = self._without_slow(self._move_loads(store))
+        self._workers = closing.enter_context(UpdateWorkers.beside(device))
 
-    def measured(self) -> tuple[dict[str, float], _LinkResults]:
-        """Measure the device's rates and all links; the median of the rounds counts."""
-        rounds = [self._round() for _ in range(self._effort.rounds)]
-        alone = _middle([found.alone for found in rounds])
-        left = {
-            pair: tuple(map(median, zip(*(found.left[pair] for found in rounds), strict=True)))
-            for pair in rounds[0].left
-        }
-        lines = {link: line({size: alone[link, size] for size in each}) for link, each in self._moves.items()}
-        usual = _middle([found.usual for found in rounds])
-        return _middle([found.computing for found in rounds]), _LinkResults(lines, usual, left)
-
-    def _round(self) -> _ProbeRound:
-        sized = [(link, size, load) for link, each in self._moves.items() for size, load in each.items()]
-        return _ProbeRound(
-            {name: _rate(load(), self._window_s) for name, load in self._computing.items()},
-            {(link, size): size / _rate(load, self._window_s) for link, size, load in sized},
-            {load.link: _rate(load, self._window_s) for load in self._shared},
-            self._left(self._shared),
-        )
-
-    def _compute_loads(self, updated: torch.Tensor) -> dict[str, Callable[[], ProbeLoad]]:
-        """Return what makes the device's loads. Each frees its memory before the next one is made."""
-        device, through_bytes = self._device, self._effort.sizes[-1]
+    def rates(self) -> dict[str, SampledRate]:
+        """Measure the device's rates. Each load frees its memory before the next one is made."""
+        device = self._device
         loads: dict[str, Callable[[], ProbeLoad]] = {
             "fp32_flops": partial(work.products, device, _FLOAT32),
             "bf16_flops": partial(work.products, device, _BFLOAT16),
             "attention_flops": partial(work.attention, device, _BFLOAT16),
-            "bytes_per_s": partial(work.elementwise, device, through_bytes),
-            "update_parameters_per_s": partial(work.device_updates, device, updated),
+            "bytes_per_s": partial(work.elementwise, device, self._effort.sizes[-1]),
+            "update_parameters_per_s": partial(work.device_updates, device, self._there),
             "plain_update_parameters_per_s": partial(work.plain_updates, device, self._buffer_bytes),
             "kernels": partial(work.kernels, device, _KERNELS),
         }
-        return loads | ({"blocks_per_s": partial(work.blocks, device)} if device.computes_on_host else {})
+        return {name: self._rate(load()) for name, load in loads.items()}
+
+    def links(self) -> _LinkResults:
+        """Measure links, alone and in pairs."""
+        sized = {link: {size: self._rate(load) for size, load in each.items()} for link, each in self._moves.items()}
+        lines = {link: line({size: size / rate.per_s for size, rate in each.items()}) for link, each in sized.items()}
+        shared = [each[max(each)] for each in self._moves.values()]
+        updates = work.updates(self._device, self._workers, self._host_memory(self._buffer_bytes))
+        alone = {link: each[max(each)] for link, each in sized.items()} | {updates.link: self._rate(updates)}
+        shared.append(updates)
+        if self._device.computes_on_host:
+            shared.append(work.blocks(self._device))
+        return _LinkResults(lines, alone, self._left(shared))
+
+    def _rate(self, load: ProbeLoad) -> SampledRate:
+        return rate_of(load, self._effort.window_s)
 
     def _without_slow(self, moves: dict[str, dict[int, ProbeLoad]]) -> dict[str, dict[int, ProbeLoad]]:
         """Leave out the longest transfers if one takes too long on this drive."""
         *_, usual = self._effort.sizes
         long = [(each[usual], size) for each in moves.values() for size in each if size > usual]
-        if all(size / _rate(load, self._window_s) <= _LONGEST_S for load, size in long):
+        if all(size / self._rate(load).per_s <= _LONGEST_S for load, size in long):
             return moves
         return {link: {size: load for size, load in each.items() if size <= usual} for link, each in moves.items()}
 
     def _left(self, loads: Sequence[ProbeLoad]) -> dict[tuple[str, str], tuple[float, ...]]:
-        """Return the parts of their speeds that two loads keep beside each other, by links.
-
-        Speeds alone are measured in the same round, since a machine with other programs, or a virtual one, changes its
-        speed from minute to minute.
-        """
-        window_s, alone = self._effort.window_s / 2, dict[str, float]()
+        """Return the parts of their speeds that two loads keep beside each other, by links."""
+        window_s, alone = self._effort.window_s, dict[str, float]()
         for load in loads:
+            load.turn()
             alone |= speeds([load], window_s)
         left: dict[tuple[str, str], tuple[float, ...]] = {}
         for pair in itertools.combinations(loads, 2):
@@ -251,9 +210,10 @@ class _Probe:
             left[pair[0].link, pair[1].link] = tuple(both[load.link] / alone[load.link] for load in pair)
         return left
 
-    def _move_loads(self, there: torch.Tensor, store: DiskStore | None) -> dict[str, dict[int, ProbeLoad]]:
+    def _move_loads(self, store: DiskStore | None) -> dict[str, dict[int, ProbeLoad]]:
         """Make loads of copies and transfers: link -> size -> load."""
-        half, sizes, here = self._buffer_bytes // 2, self._effort.sizes, self._host_memory(self._buffer_bytes)
+        half, sizes, there = self._buffer_bytes // 2, self._effort.sizes, self._there
+        here = self._host_memory(self._buffer_bytes)
         ways = {Lane.H2D: (there[:half], here[:half]), Lane.D2H: (here[half:], there[half:])}
         found = {
             lane.value: {size: work.copies(self._device, lane, *way, size) for size in sizes}
@@ -282,24 +242,19 @@ def memory_of_host(device: Device, nbytes: int, closing: ExitStack) -> torch.Ten
     return memory
 
 
-def _middle(rounds: Sequence[dict[_Key, float]]) -> dict[_Key, float]:
-    return {name: median(found[name] for found in rounds) for name in rounds[0]}
+def _device(rates: Mapping[str, SampledRate], device: Device) -> DevicePart:
+    def figures(column: str) -> dict[str, Any]:
+        found = {name: getattr(rate, column) for name, rate in rates.items()}
+        return {"kernel_s": 1 / found.pop("kernels"), **found}
 
-
-def _rate(load: ProbeLoad, window_s: float) -> float:
-    load.turn()  # so that kernels are chosen and memory is touched
-    return usual_speed(load, window_s)
-
-
-def _device(rates: Mapping[str, float], device: Device) -> DevicePart:
-    found: dict[str, Any] = dict(rates)
     return DevicePart(
         memory_bytes=device.total_bytes() / (2 if device.has_host_memory else 1),
-        kernel_s=1 / found.pop("kernels"),
-        **found,
+        **figures("per_s"),
         runs_ahead=float(not device.computes_on_host),
-        sources=_measured(DevicePart, "runs_ahead", *({"blocks_per_s"} - found.keys()))
+        sources=_measured(DevicePart, "runs_ahead")
         | {"memory_bytes": "half of host memory" if device.has_host_memory else "of the device"},
+        slow=figures("slow"),
+        fast=figures("fast"),
     )
 
 
@@ -320,8 +275,8 @@ def _host(links: _LinkResults, visits: VisitTimes, device: Device) -> HostPart:
     beside = {pair: [min(part, 1.0) for part in kept] for pair, kept in links.left.items() if COMPUTE in pair}
     return HostPart(
         memory_bytes=host_bytes() / (2 if device.has_host_memory else 1),
-        bytes_per_s=max(update * _MOVED_BYTES, 2 * max(links.alone[link] for link in _BUS)),
-        update_parameters_per_s=update,
+        bytes_per_s=max(update.per_s * _MOVED_BYTES, 2 * max(links.alone[link].per_s for link in _BUS)),
+        update_parameters_per_s=update.per_s,
         visit_s=visits.on_host,
         resting_visit_s=visits.on_device,
         parts=parts({pair: kept for pair, kept in links.left.items() if COMPUTE not in pair}),
@@ -332,6 +287,8 @@ def _host(links: _LinkResults, visits: VisitTimes, device: Device) -> HostPart:
             "memory_bytes": "half of host memory" if device.has_host_memory else "of the machine or the container",
             "bytes_per_s": "28 bytes per parameter updated, or two per byte copied: whichever is more",
         },
+        slow={"update_parameters_per_s": update.slow},
+        fast={"update_parameters_per_s": update.fast},
     )
 
 

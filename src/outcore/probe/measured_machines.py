@@ -3,8 +3,8 @@
 [Note: which machine] A machine is identified by its processor, its memory, the cores that this process may keep busy,
 the device and the file systems of the disk tier. Its host name does not count, since containers get a new one each
 time. A run uses the measurement of its own file systems. A forecast without folders uses the latest measurement with
-any file systems. A kept measurement holds as long as the versions of torch and of the probe are the same, and until a
-product is several times as fast as it says. What is measured while others keep the machine busy is not kept.
+any file systems. A kept measurement holds as long as the versions of torch and of the probe are the same. What is
+measured while others keep the machine busy is not kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -35,12 +35,8 @@ if TYPE_CHECKING:
     from outcore.device.device import Device
     from outcore.probe.links import RankConnection
 
-PROBE_VERSION = "12"
+PROBE_VERSION = "13"
 """Version of the method of measuring. Measurements with another version are stale."""
-
-
-_TOO_SLOW = 5.0
-"""A kept measurement is wrong if products are this many times as fast now: clocks and kernels do not differ so much."""
 
 
 def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: str) -> Hardware:
@@ -48,14 +44,6 @@ def measure(open_device: Callable[[], Device], disks: Sequence[Path], effort: st
     from outcore.probe.measure import EFFORTS, measure  # here: it imports the engine, which readers do not need
 
     return measure(open_device, disks, EFFORTS[effort])
-
-
-@cache
-def product_flops(torch_device: torch.device | str | None) -> float:
-    """Return today's FLOP per second of products in bf16 on a device, measured once in a process."""
-    from outcore.probe.measure import product_flops
-
-    return product_flops(partial(open_device, torch_device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +91,7 @@ class Machine:
         return cache_folder() / ("-".join(["hardware", self._told, *([_digest(drives)] if drives else [])]) + ".json")
 
     def blocks_path(self, hardware: Hardware) -> Path:
-        """Return the file of the seconds of blocks, which are converted to the device's speed by a measurement."""
+        """Return the file of the seconds of blocks, which belong to one measurement of the device."""
         told = _digest([json.dumps(dataclasses.asdict(hardware.device), sort_keys=True)])
         return cache_folder() / f"blocks-{self._told}-{told}.json"
 
@@ -159,7 +147,7 @@ class Machine:
             MemoryBudgetError: There is too little memory to measure in.
         """
         kept = self.kept()
-        if kept is not None and self.still_holds(kept):
+        if kept is not None:
             return kept.hardware
         found = self.measure("quick")
         said = f"the result is kept in '{self.path}'; outcore probe measures more accurately"
@@ -167,17 +155,6 @@ class Machine:
             said = f"this machine is busy: {found.busy}; so the result is not kept, and predicted times may be too long"
         _say(f"this machine was measured once, in a few seconds, to predict times of plans; {said}")
         return found.hardware
-
-    def still_holds(self, found: Measured) -> bool:
-        """Return whether a measurement is possible beside a product now; warn if it is not."""
-        kept_flops, now_flops = found.hardware.device.bf16_flops, product_flops(self.torch_device)
-        if now_flops < _TOO_SLOW * kept_flops:
-            return True
-        _say(
-            f"the measurement of this machine of {found.at} is wrong: products in bf16 reach {now_flops:.2g} FLOP/s "
-            f"now, and {kept_flops:.2g} are kept; it is measured again"
-        )
-        return False
 
 
 def cache_folder() -> Path:

@@ -1,8 +1,8 @@
-"""Pure arithmetic of measurements: quartiles, a line through sizes, and how much links take of what they share."""
+"""Pure arithmetic of measurements: a line through sizes, and how much links take of what they share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 _SLOWED = 0.8
@@ -33,11 +33,6 @@ def line(points: Mapping[int, float]) -> FittedLine:
     per_s = (most - least) / (most_s - least_s)
     latency_s = least_s - least / per_s
     return FittedLine(per_s, latency_s) if latency_s > 0 else FittedLine(most / most_s, 0.0)
-
-
-def usual_s(seconds: Sequence[float]) -> float:
-    """Return the lower quartile. Other programs only ever slow work down, and would raise a median."""
-    return sorted(seconds)[len(seconds) // 4]
 
 
 def parts(speeds: Mapping[tuple[str, str], tuple[float, ...]]) -> dict[str, float]:

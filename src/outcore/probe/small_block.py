@@ -1,6 +1,6 @@
 """A block of a language model. With next to nothing to compute, it shows the cost of launching kernels, with Python.
 
-A wider one stands for the blocks of a model that the host trains.
+A wider one stands for compute beside links, where the host computes.
 
 [Note: launching] In a plain loop, launching a kernel takes a few microseconds. In a model, more happens between two
 kernels: modules are called, views are made, and autograd records the operations. On one processor, the launching thread
@@ -32,33 +32,6 @@ class _Norm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
-class _Attention(nn.Module):
-    def __init__(self, width: int, heads: int, device: torch.device) -> None:
-        super().__init__()
-        self._heads = heads
-        self.queries, self.keys, self.values, self.out = (_linear(width, device) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        shape = (*x.shape[:-1], self._heads, -1)
-        q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.queries, self.keys, self.values))
-        q, k = (each * cos + self._turned(each) * sin for each in (q, k))
-        scores = functional.softmax(q @ k.transpose(-1, -2), dim=-1)
-        return self.out((scores @ v).transpose(1, 2).reshape(x.shape))
-
-    def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        half = x.shape[-1] // 2
-        return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-
-
-class _Gated(nn.Module):
-    def __init__(self, width: int, device: torch.device) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (_linear(width, device) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(functional.silu(self.gate(x)) * self.up(x))
-
-
 class SmallBlock(nn.Module):
     """Norm, attention with rotary positions, norm, gated products, as in a Llama."""
 
@@ -67,25 +40,26 @@ class SmallBlock(nn.Module):
 
     def __init__(self, device: torch.device, width: int = 16, tokens: int = 4, heads: int = 2) -> None:
         super().__init__()
-        self.first, self.second = _Norm(width, device), _Norm(width, device)
-        self.attention, self.gated = _Attention(width, heads, device), _Gated(width, device)
-        for name in ("cos", "sin"):
-            angles = torch.ones(tokens, width // heads, dtype=torch.float32, device=device)
-            self.register_buffer(name, angles, persistent=False)
-        self._example = (1, tokens, width)
+        self.norms = nn.ModuleList(_Norm(width, device) for _ in range(2))
+        self.products = nn.ModuleList(_linear(width, device) for _ in range(7))
+        self.cos, self.sin = (torch.ones(tokens, width // heads, dtype=torch.float32, device=device) for _ in range(2))
+        self._heads, self._example = heads, (1, tokens, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the block. Args: x: See ``example``."""
-        return self.gate(self.attend(x))
+        queries, keys, values, out, gate, up, down = self.products
+        normed, shape = self.norms[0](x), (*x.shape[:-1], self._heads, -1)
+        q, k, v = (f(normed).view(shape).transpose(1, 2) for f in (queries, keys, values))
+        q, k = (each * self.cos + self._turned(each) * self.sin for each in (q, k))
+        scores = functional.softmax(q @ k.transpose(-1, -2), dim=-1)
+        x = x + out((scores @ v).transpose(1, 2).reshape(x.shape))
+        normed = self.norms[1](x)
+        return x + down(functional.silu(gate(normed)) * up(normed))
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the first half."""
-        return x + self.attention(self.first(x), self.cos, self.sin)
-
-    def gate(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the second half."""
-        return x + self.gated(self.second(x))
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
     def example(self) -> torch.Tensor:
         """Return an argument for the block."""
-        return self.first.weight.new_ones(self._example)
+        return self.cos.new_ones(self._example)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from outcore.engine.unit.one_process import measuring
 from outcore.model.partition import partition
 from outcore.optim.rules import rule_for
 from outcore.planner.search.plan_space import ALL_DEVICE, ALL_HOST, PlanSpace, UnitHomes
-from outcore.probe.samples import usual_s
 
 _UNITS, _WIDTH, _WARM_UP = 8, 16, 3
 _LEAST_S = 1e-9  # 0 would say that a figure is not known
@@ -38,7 +38,7 @@ def visit_times(open_device: Callable[[], Device], steps: int) -> VisitTimes:
 
     Args:
         open_device: Opens the device, which is closed again.
-        steps: Steps to time with each; their lower quartile counts.
+        steps: Steps to time with each; their median counts.
     """
     with closing(open_device()) as device:
         plain_s = _step_s(*_model(device), device, steps)
@@ -82,4 +82,4 @@ def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device, 
         optimizer.zero_grad()
         device.mark("probe").wait()
         seconds.append(time.perf_counter() - start_s)
-    return usual_s(seconds[_WARM_UP:])
+    return median(seconds[_WARM_UP:])

@@ -37,9 +37,6 @@ class DevicePart:
     kernel_s: float = 0
     """Time that every kernel of a forward takes in addition, with the Python code around it: time of compute, or on an
     accelerator time of the thread that launches kernels."""
-    blocks_per_s: float = 0
-    """Forwards per second of a block with 768 channels and 256 tokens, where the host computes; 0: not known. The same
-    block later tells how the machine's speed has changed."""
     runs_ahead: float = 1
     """1: an accelerator, which is given its work in advance; 0: the thread that submits also computes."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -135,13 +132,15 @@ class NetworkPart:
 
 
 _ZERO_IS_FINE = {"latency_s", "visit_s", "kernel_s", "endurance_bytes", "runs_ahead", "on_bus", "through_host"}
-_ZERO_IS_FINE |= {"plain_update_parameters_per_s", "resting_visit_s", "blocks_per_s"}
+_ZERO_IS_FINE |= {"plain_update_parameters_per_s", "resting_visit_s"}
 _AT_MOST = {"both": 2.0, "runs_ahead": 1.0, "latency_s": 10.0, "visit_s": 10.0, "kernel_s": 10.0}
 _AT_MOST |= {"resting_visit_s": 10.0, "on_bus": 1.0, "through_host": 1.0, "devices_per_port": 64.0}
 _AT_LEAST = {"both": 0.5, "devices_per_port": 1.0}
 _SHARING = ("h2d", "d2h", "update", "disk_read", "disk_write")
 _PARTS = ("parts", "compute_left", "left_beside_compute")
 _ENDS = ("slow", "fast")
+_UNUSED = "blocks_per_s"
+"""A figure of files that earlier versions wrote, which nothing uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +199,8 @@ _MAY_BE_MISSING: dict[str, type] = {"disk": DiskPart, "links": LinksPart, "netwo
 def _part(kind: type, data: object, where: str) -> object:
     if data is None and kind in _MAY_BE_MISSING.values():
         return None
-    fields = fields_of(kind, data, where)
+    known = {name: value for name, value in data.items() if name != _UNUSED} if isinstance(data, dict) else data
+    fields = fields_of(kind, known, where)
     _refuse_numbers(fields, where)
     return kind(**fields)
 
