@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,23 @@ def _leave_pairs(items: list[pytest.Item]) -> None:
             pairs = {item: rest - seen for item, rest in pairs.items()}
         dropped |= pairs.keys()
     items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the files whose tests took longest, if ``--slowest-files`` says how many: seconds of all their phases."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if number := config.getoption("--slowest-files"):
+        terminalreporter.section(f"slowest {number} files")
+        for name, taken_s in seconds.most_common(number):
+            terminalreporter.write_line(f"{taken_s:7.1f} s {name}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slowest-files", type=int, default=0, help="print this many files whose tests took longest")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -21,9 +21,29 @@ CODE = sorted(
     path for folder in ("src", "tests", "research", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
 )
 
-FILE_LINES, FUNCTION_LINES, CLASS_LINES, README_LINES, PUBLIC_NAMES = 450, 70, 300, 150, 17
-ATTRIBUTES = 15  # of an object: more are several ideas
+FILE_LINES, CLASS_LINES, ATTRIBUTES, FUNCTION_LINES = 450, 300, 26, 70  # more attributes are several ideas
+README_LINES, PUBLIC_NAMES = 150, 17
 ROOM = 13  # files in a folder: about as many as a reader keeps in mind
+# Lines of a folder of the package; "" has the files beside them. A room may only shrink: whoever raises a number says
+# behind it what a user gets for the lines.
+ROOM_LINES = {
+    "": 1_026,
+    "checkpoint": 4_310,
+    "command": 10_201,
+    "core": 237,
+    "device": 2_591,
+    "engine": 11_812,
+    "integrations": 1_654,
+    "memory": 3_241,
+    "model": 1_475,
+    "optim": 2_623,
+    "order": 2_363,
+    "planner": 8_154,
+    "preparation": 1_105,
+    "probe": 1_571,
+    "ranks": 761,
+    "spec": 2_449,
+}
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # Entry points of the package; the command and the integrations are imported on demand.
 ENTRIES = ("outcore", "outcore.__main__", "outcore.command.main", "outcore.integrations.transformers")
@@ -77,7 +97,7 @@ def test_sizes():
 
 
 def attributes(kind: ast.ClassDef) -> set[str]:
-    """Return the attributes that methods set on ``self``."""
+    """Return the attributes that methods set on ``self``, and fields of dataclasses and named tuples."""
     targets = [
         each
         for node in ast.walk(kind)
@@ -85,12 +105,53 @@ def attributes(kind: ast.ClassDef) -> set[str]:
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         for each in (target.elts if isinstance(target, ast.Tuple) else [target])
     ]
-    return {t.attr for t in targets if isinstance(t, ast.Attribute) and ast.unparse(t.value) == "self"}
+    found = {t.attr for t in targets if isinstance(t, ast.Attribute) and ast.unparse(t.value) == "self"}
+    is_dataclass = any("dataclass" in ast.unparse(d) for d in kind.decorator_list)
+    has_fields = is_dataclass or "NamedTuple" in map(last, kind.bases)
+    fields = [node for node in kind.body if has_fields and isinstance(node, ast.AnnAssign)]
+    return found | {ast.unparse(f.target) for f in fields if "ClassVar" not in ast.unparse(f.annotation)}
 
 
 def test_attributes():
     kinds = [node for _, path in modules() for node in nodes(path) if isinstance(node, ast.ClassDef)]
     assert not {kind.name: len(attributes(kind)) for kind in kinds if len(attributes(kind)) > ATTRIBUTES}
+
+
+def test_rooms_do_not_grow():
+    lines: Counter[str] = Counter()
+    for name, path in modules():
+        lines[name.partition("/")[0] if "/" in name else ""] += len(path.read_text().splitlines())
+    assert not {room: count for room, count in lines.items() if count > ROOM_LINES.get(room, 0)}
+
+
+@pytest.mark.xfail(strict=False, reason="four circles are left")
+def test_no_files_import_one_another():
+    """Files that need one another are one file to a reader. Imports for annotations, and in functions, count."""
+    files = {"outcore." + name.removesuffix(".py").replace("/", "."): path for name, path in modules()}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    needs = {name: {n for n in mentioned_imports(path) if n in files and n != name} for name, path in files.items()}
+    reached = {name: reached_from(name, needs) for name in needs}
+    circles = {frozenset(n for n in there if name in reached[n]) for name, there in reached.items() if name in there}
+    assert not [sorted(circle) for circle in circles]
+
+
+def mentioned_imports(path: Path) -> Iterator[str]:
+    """Yield what a file imports, with names that may be modules."""
+    yield from imported(path)
+    for node in nodes(path):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def reached_from(name: str, needs: dict[str, set[str]]) -> set[str]:
+    """Return what a file needs, directly or through others."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = needs[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
 
 
 def test_rooms():
