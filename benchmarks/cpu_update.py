@@ -31,9 +31,9 @@ from measuring import context, spread
 from outcore.engine.updates.block_sizes import TRIALS
 from outcore.engine.updates.workers import UpdateWorkers
 from outcore.optim import Lion
-from outcore.optim.blocks import Piece
 from outcore.optim.compact import close_masters
 from outcore.optim.formats import Codes, codes_of
+from outcore.optim.piece import Piece
 from outcore.optim.rules import AdamHyper, rule_for
 from outcore.spec.layout import CODES, ROW_NUMEL
 

@@ -25,7 +25,8 @@ from outcore.engine.updates.workers import UpdateWorkers
 from outcore.memory.arena import Region
 from outcore.memory.disk import DiskStore
 from outcore.memory.host import HostMemory
-from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.blocks import update_blocks
+from outcore.optim.piece import Piece
 from outcore.optim.rules import AdamHyper
 from outcore.spec.lane_names import Lane
 from outcore.spec.layout import lay_out_states

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outcore.optim.blocks import CUT_NUMEL, Piece, split, update_blocks
+from outcore.optim.blocks import update_blocks
+from outcore.optim.piece import CUT_NUMEL, Piece, split
 from outcore.optim.rules import SgdHyper
 
 from .update_cases import OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, random

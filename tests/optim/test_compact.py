@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from outcore.core.errors import ConfigError
 from outcore.optim import Lion, compact
-from outcore.optim.blocks import Piece, split, update_blocks
+from outcore.optim.blocks import update_blocks
 from outcore.optim.compact import HAS_NAN, PLAIN, close_masters, masters_of
 from outcore.optim.formats import Codes
+from outcore.optim.piece import Piece, split
 from outcore.optim.rules import rule_for
 from outcore.spec.layout import CODES, ROW_NUMEL
 

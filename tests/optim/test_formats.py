@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from outcore.core.errors import ConfigError
 from outcore.optim import Lion, Rule, State, formats
-from outcore.optim.blocks import Piece, split, update_blocks
+from outcore.optim.blocks import update_blocks
 from outcore.optim.formats import Codes, codes_of, decode, encode
+from outcore.optim.piece import Piece, split
 from outcore.optim.rules import rule_for
 from outcore.spec.layout import NOISE_BYTES
 

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from outcore.optim.blocks import CUT_NUMEL
 from outcore.optim.norms import block_sums, node_sums, norm_of, num_blocks, whole_nodes
+from outcore.optim.piece import CUT_NUMEL
 
 
 def norm(values: torch.Tensor, cuts: list[int], factors: tuple[torch.Tensor, ...] = ()) -> float:

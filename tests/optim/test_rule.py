@@ -9,7 +9,8 @@ import torch
 
 from outcore.core.errors import ConfigError
 from outcore.optim import Lion, Rule, State, check
-from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.blocks import update_blocks
+from outcore.optim.piece import Piece
 from outcore.optim.rule import settings_of
 from outcore.optim.rules import RuleHyper, rule_for
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from outcore.optim import Lion
-from outcore.optim.blocks import Piece, numbers_after
+from outcore.optim.blocks import numbers_after
+from outcore.optim.piece import Piece
 from outcore.optim.rules import rule_for
 
 OPTIMIZERS = {

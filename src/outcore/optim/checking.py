@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from outcore.core.errors import ConfigError
-from outcore.optim.blocks import Piece, numbers_after, update_blocks
+from outcore.optim.blocks import numbers_after, update_blocks
 from outcore.optim.formats import format_of
+from outcore.optim.piece import Piece
 from outcore.optim.rule import Rule, name_of
 from outcore.optim.rules import rule_for
 from outcore.torch_private import TorchDispatchMode, pytree

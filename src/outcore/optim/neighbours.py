@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from outcore.optim.blocks import CUT_NUMEL, Piece
+from outcore.optim.piece import CUT_NUMEL, Piece
 from outcore.optim.rules import RuleHyper
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outcore.optim.blocks import CUT_NUMEL
+from outcore.optim.piece import CUT_NUMEL
 
 Node = tuple[int, int]
 """A node of the tree: its level, from 0 for blocks, and its index in that level."""

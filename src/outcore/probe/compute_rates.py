@@ -17,8 +17,9 @@ from outcore.device.lanes import Handle
 from outcore.engine.updates.workers import UpdateWorkers
 from outcore.memory.arena import Region
 from outcore.memory.disk import DiskStore, Extent
-from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.blocks import update_blocks
 from outcore.optim.kernels import FusedStep, apply
+from outcore.optim.piece import Piece
 from outcore.optim.rules import AdamHyper
 from outcore.probe.loads import ProbeLoad
 from outcore.probe.small_block import SmallBlock

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from outcore.engine.gradients.handle import GradHandle
-from outcore.optim.blocks import CUT_NUMEL
 from outcore.optim.norms import Node, block_sums, node_sums, norm_of, num_blocks, whole_nodes
+from outcore.optim.piece import CUT_NUMEL
 from outcore.ranks.world import World
 
 if TYPE_CHECKING:

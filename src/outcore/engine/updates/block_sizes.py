@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import final
 
-from outcore.optim.blocks import Piece
+from outcore.optim.piece import Piece
 from outcore.optim.rules import RuleHyper
 
 USUAL_BYTES = 2 * 2**20

@@ -22,8 +22,9 @@ from outcore.engine.updates.numbers import Numbers
 from outcore.engine.updates.unit_update import likes_of
 from outcore.engine.values.edits import refuse_other_form, refuse_other_strides
 from outcore.memory.arena import Buffer
-from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.blocks import update_blocks
 from outcore.optim.kernels import FusedHyper, FusedStep, apply
+from outcore.optim.piece import Piece
 from outcore.optim.rules import Hyper, RuleHyper, SgdHyper, counts
 from outcore.spec.layout import SCRATCH_BYTES
 

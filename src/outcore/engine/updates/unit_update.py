@@ -22,9 +22,10 @@ from outcore.engine.gradients.unit_gradients import UnitGradients
 from outcore.engine.unit.unit import Unit
 from outcore.engine.updates.workers import UpdateWorkers
 from outcore.memory.arena import Buffer
-from outcore.optim.blocks import Piece, update_blocks
+from outcore.optim.blocks import update_blocks
 from outcore.optim.formats import format_of, refuse_other_format
 from outcore.optim.neighbours import join_neighbours
+from outcore.optim.piece import Piece
 from outcore.optim.rules import Hyper, UpdateRule
 from outcore.order.ledger import ByteSpan
 from outcore.ranks.world import World

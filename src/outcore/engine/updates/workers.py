@@ -39,8 +39,9 @@ from outcore.device.device import Device
 from outcore.device.threads import start_threads
 from outcore.engine.updates.block_sizes import USUAL_BYTES, BlockSizes, kind_of
 from outcore.memory.topology import Topology, read_topology
-from outcore.optim.blocks import Piece, split, update_blocks
+from outcore.optim.blocks import update_blocks
 from outcore.optim.formats import forget_noise
+from outcore.optim.piece import Piece, split
 from outcore.optim.sums import Work
 
 LEAST_SHARE_NUMEL = 2**15  # takes as long to update as it takes to wake a thread
