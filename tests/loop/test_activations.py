@@ -165,8 +165,10 @@ DRIVES = (micro_batches, two_forwards, retained, shapes, parts_of_backward)
 CALLED_AGAIN = "called again before the backward of an earlier call"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("drive", DRIVES)
-@each_pair
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tier", ["device", *TIERS])
 def test_whatever_a_loop_does(drive: Any, tier: str, policy: str, tmp_path: Path, counted: Counted) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
