@@ -236,6 +236,12 @@ class Shown(torch.autograd.Function):
         return grad, None
 
 
+def with_aside(block):
+    tower = Tower(block)
+    tower.aside = torch.nn.Linear(WIDTH, WIDTH)
+    return tower
+
+
 @KIND
 @POLICY
 def test_an_argument_that_is_not_used_gets_no_gradient(kind, policy, tmp_path):
@@ -254,12 +260,7 @@ def test_an_argument_that_is_not_used_gets_no_gradient(kind, policy, tmp_path):
         optimizer.zero_grad()
         return seen
 
-    def build():
-        tower = Tower(Choosy)
-        tower.aside = torch.nn.Linear(WIDTH, WIDTH)
-        return tower
-
-    same(drive, kind, tmp_path, build=build, policy=policy)
+    same(drive, kind, tmp_path, build=lambda: with_aside(Choosy), policy=policy)
 
 
 class Two(torch.nn.Module):
@@ -295,12 +296,7 @@ def test_what_only_an_unused_result_needs_gets_no_gradient(kind, policy, tmp_pat
             optimizer.zero_grad()
         return seen
 
-    def build():
-        tower = Tower(Two)
-        tower.aside = torch.nn.Linear(WIDTH, WIDTH)
-        return tower
-
-    same(drive, kind, tmp_path, build=build, policy=policy)
+    same(drive, kind, tmp_path, build=lambda: with_aside(Two), policy=policy)
 
 
 class Retains(torch.nn.Module):

@@ -105,14 +105,14 @@ def test_blocks_that_do_the_same_are_run_once_and_kept(monkeypatch):
     assert len(runs) == 2, "other kernels"
 
 
-def test_parameters_are_lent_once_for_all_turns(monkeypatch):
-    """Lending them takes longer than launching the kernels of a small block."""
-    lent, turns = [], []
-    lending, turn = blocks._LendingModule, blocks._BlockTurns._turn
-    monkeypatch.setattr(blocks, "_LendingModule", lambda module, then: lending(module, lent.append(module) or then))
+def test_parameters_are_swapped_once_for_all_turns(monkeypatch):
+    """Swapping them takes longer than launching the kernels of a small block."""
+    swaps, turns = [], []
+    swap, turn = blocks._ParameterSwap, blocks._BlockTurns._turn
+    monkeypatch.setattr(blocks, "_ParameterSwap", lambda module, then: swap(module, swaps.append(module) or then))
     monkeypatch.setattr(blocks._BlockTurns, "_turn", lambda self, number: turn(self, turns.append(number) or number))
     timed(make("llama"), sample_of("llama"))
-    assert len(turns) >= 3 * len(lent) > 0
+    assert len(turns) >= 3 * len(swaps) > 0
 
 
 @pytest.mark.parametrize("text", ["{", '{"versions": {}, "blocks": {}}', '{"versions": {"torch": "0"}, "blocks": 3}'])

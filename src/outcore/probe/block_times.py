@@ -76,7 +76,7 @@ def _measured(cut: Partition, call: ShapeCall, device: Device) -> UnitTimes | No
     return None
 
 
-class _LendingModule(nn.Module):
+class _ParameterSwap(nn.Module):
     """A module that calls a function while its parameters are others: see ``torch.func.functional_call``."""
 
     def __init__(self, module: nn.Module, then: Any) -> None:
@@ -106,11 +106,11 @@ class _BlockTurns:
     def measured(self) -> UnitTimes:
         """Return the median times of a turn, per forward and backward.
 
-        Tensors are lent to the block for all turns at once: lending takes longer than launching its kernels.
+        The block gets its tensors once for all turns: swapping them takes longer than launching its kernels.
         """
         with left_as_it_is(self._module):
-            lent = {f"module.{name}": tensor for name, tensor in self._own.items()}
-            found: UnitTimes = torch.func.functional_call(_LendingModule(self._module, self._turns), lent, ())
+            own = {f"module.{name}": tensor for name, tensor in self._own.items()}
+            found: UnitTimes = torch.func.functional_call(_ParameterSwap(self._module, self._turns), own, ())
         return found
 
     def _turns(self) -> UnitTimes:
