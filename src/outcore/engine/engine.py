@@ -17,7 +17,7 @@ from outcore.engine.activations.room import ActivationRoom, SharedArguments
 from outcore.engine.attached import Attached
 from outcore.engine.gradients.homes import GradientHomes
 from outcore.engine.gradients.passes import BackwardGradients
-from outcore.engine.gradients.ranked import RankedGradients, RankedHomes
+from outcore.engine.gradients.rank_exchange import RankedGradients, RankedHomes
 from outcore.engine.module.call import Services
 from outcore.engine.module.compiling import Compiling
 from outcore.engine.opened import Opened

@@ -14,7 +14,7 @@ from outcore.optim.piece import CUT_NUMEL
 from outcore.ranks.world import World
 
 if TYPE_CHECKING:
-    from outcore.engine.gradients.ranked import RankedHomes, RankedUnitGradients
+    from outcore.engine.gradients.rank_exchange import RankedHomes, RankedUnitGradients
 
 _CHUNK_NUMEL = 2**16  # in float64 a chunk stays in cache
 
