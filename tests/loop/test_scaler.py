@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import utils
 
-from outcore.engine.gradients.homes import GradientHomes
+from outcore.engine.gradients.unit_gradients import UnitGradients
 
 from .rig import DEVICE, KINDS, adamw, agrees, batch, make, prepared, same, train
 
@@ -62,8 +62,8 @@ def test_clipping_after_unscaling_fetches_nothing(kind, tmp_path, monkeypatch):
         scaler.scale(model.loss(batch())).backward()
         if kind == "device":
             utils.get_total_norm([p.grad for p in model.parameters() if p.requires_grad])
-        value = GradientHomes.value
-        monkeypatch.setattr(GradientHomes, "value", lambda *args: fetched.append(args[2]) or value(*args))
+        value = UnitGradients._value
+        monkeypatch.setattr(UnitGradients, "_value", lambda *args: fetched.append(args[1]) or value(*args))
         scaler.unscale_(optimizer)
         utils.clip_grad_norm_(model.parameters(), 0.1)
     assert not fetched

@@ -13,6 +13,7 @@ from outcore.core.errors import RaceError
 from outcore.device.cpu import CpuDevice
 from outcore.device.race import RaceChecker
 from outcore.engine.gradients.passes import BackwardGradients
+from outcore.engine.gradients.unit_gradients import UnitPass
 from outcore.memory.arena import Region
 from outcore.spec.timeline import COMPUTE
 
@@ -89,7 +90,7 @@ def test_a_pass_closed_on_another_stream_is_ordered(kind, tmp_path, monkeypatch)
 
 
 def test_it_would_race_without(tmp_path, monkeypatch):
-    monkeypatch.setattr(BackwardGradients, "_take_over", lambda *_: None)
+    monkeypatch.setattr(UnitPass, "take_over", lambda *_: None)
     with old_hooks(monkeypatch), pytest.raises(RaceError, match="to come after 'gradients of blocks.2' on compute 1"):
         run("host", tmp_path)
 

@@ -35,10 +35,10 @@ STEPS, MICRO_BATCHES = 3, 2
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 POINTS = {
     "forward": "torch.nn.modules.normalization:LayerNorm.forward",  # inside of a block, also when it is recomputed
-    "backward": "outcore.engine.gradients.rank_exchange:RankedGradients.deposit",
+    "backward": "outcore.engine.gradients.passes:BackwardGradients.deposit",
     "exchange": "outcore.ranks.world:World.exchange",
     "addition": "outcore.engine.gradients.rank_exchange:add_works",
-    "norm": "outcore.engine.gradients.gradient_norms:RankNorms._take_all",
+    "norm": "outcore.engine.gradients.rank_norms:RankNorms._take_all",
     "step": "outcore.engine.engine:Engine.step",
     "update": "outcore.engine.updates.unit_update:run_on",
     "gather": "outcore.ranks.world:World.gather",

@@ -17,7 +17,6 @@ from outcore.engine.activations.room import ActivationRoom, SharedArguments
 from outcore.engine.attached import Attached
 from outcore.engine.gradients.homes import GradientHomes
 from outcore.engine.gradients.passes import BackwardGradients
-from outcore.engine.gradients.rank_exchange import RankedGradients, RankedHomes
 from outcore.engine.module.call import Services
 from outcore.engine.module.compiling import Compiling
 from outcore.engine.opened import Opened
@@ -122,14 +121,9 @@ class Engine:
         return units
 
     def _gradients_of(self, promises: Promises, run_all: RunAll, world: World | None) -> BackwardGradients:
-        opened, device = self.opened, self.device
-        homes = (opened.tiers, opened.order.pools, device, run_all)
-        loop = (promises.accumulation_steps, self._recovery)
-        order, clipping = opened.order.gradients, promises.clipping
-        if world is None:
-            return BackwardGradients(self.units, order, device, GradientHomes(*homes), *loop, clipping=clipping)
-        resting = RankedHomes(*homes, world=world)
-        return RankedGradients(self.units, order, device, resting, *loop, clipping=clipping, world=world)
+        order, tiers = self.opened.order, self.opened.tiers
+        homes = GradientHomes(tiers, order.pools, self.device, run_all, world, clipping=promises.clipping)
+        return BackwardGradients(self.units, order.gradients, homes, promises.accumulation_steps, self._recovery)
 
     def _streamed_updates(self) -> StreamedUpdates:
         opened, order = self.opened, self.opened.order.updates
@@ -156,7 +150,7 @@ class Engine:
                 self._services = self._services._replace(room=room)
             if plan.plain:
                 self._stepper = plain = PlainUpdates(self.units, self.device, Numbers(self.access))
-                self._services = self._services._replace(sink=plain)
+                self._services = self._services._replace(gradients=None)
                 self.attached.watch_results(plain)
             self.attached.take_calls(self._services)
 

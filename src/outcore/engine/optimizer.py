@@ -178,7 +178,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         found: torch.Tensor | None = getattr(self, "found_inf", None)
         if found is None:
             return False
-        known = self.engine.gradients.is_infinite
+        known = self.engine.gradients.homes.is_infinite
         return bool(found.item()) if known is None else known
 
     @torch.no_grad()

@@ -15,17 +15,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 
+from outcore.engine.gradients.homes import GradientHomes
 from outcore.engine.gradients.on_demand import DistantTensor, on_values
-
-if TYPE_CHECKING:
-    from outcore.engine.gradients.unit_gradients import UnitGradients
+from outcore.engine.unit.unit import Unit
 
 aten = torch.ops.aten
 _LEAST_NORM = 2.0**-30
+
+
+class HandleOwner(Protocol):
+    """What a handle asks of the gradients of its unit."""
+
+    unit: Unit
+    homes: GradientHomes
+    version: int
+
+    def norm(self, handle: GradHandle, order: float) -> torch.Tensor:
+        """Return the norm as the plain loop takes it."""
+
+    def known_norm(self, handle: GradHandle) -> torch.Tensor | None:
+        """Return the 2-norm if it is known."""
+
+    def value(self, handle: GradHandle) -> torch.Tensor:
+        """Return the gradient as the user sees it, on the device (1D, in the order of memory)."""
+
+    def change(self, handle: GradHandle, change: Callable[[torch.Tensor], Any]) -> None:
+        """Change the gradient in place, where it rests."""
+
+    def replace(self, handle: GradHandle, value: torch.Tensor) -> None:
+        """Write another value home."""
+
+    def add(self, handle: GradHandle, more: torch.Tensor) -> bool:
+        """Take what autograd itself adds. False outside of a backward."""
+
+    def refuse_lost(self, handle: GradHandle) -> NoReturn:
+        """Raise for a gradient that is incomplete."""
 
 
 class GradHandle(DistantTensor):
@@ -46,16 +74,21 @@ class GradHandle(DistantTensor):
     exact: tuple[torch.Tensor, float] | None
     is_zero: bool
     is_lost: bool
-    owner: UnitGradients
+    owner: HandleOwner
 
-    def __init__(self, like: torch.Tensor, device: torch.device, owner: UnitGradients, index: int) -> None:
+    def __init__(self, like: torch.Tensor, device: torch.device, owner: HandleOwner, index: int) -> None:
         """Args: like, device: See ``DistantTensor``. owner: Keeps the gradient. index: The parameter's."""
         self.owner, self.index, self.factors, self.is_zero, self.is_lost = owner, index, [], False, False
         self.exact = None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show name and shape: the values are elsewhere."""
-        return f"GradHandle('{self.owner.gradient_name(self)}', shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"GradHandle('{self.param_name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def param_name(self) -> str:
+        """The name of the parameter."""
+        return self.owner.unit.spec.params[self.index].name
 
     @property
     def norm_scale(self) -> float | None:
@@ -64,11 +97,11 @@ class GradHandle(DistantTensor):
 
     def fetch(self) -> torch.Tensor:
         """Return a copy, on the device."""
-        return self.owner.gradient_value(self).clone().as_strided(self.shape, self.stride())
+        return self.owner.value(self).clone().as_strided(self.shape, self.stride())
 
     def store(self, value: torch.Tensor) -> None:
         """Replace what is stored."""
-        self.owner.replace_gradient(self, value)
+        self.owner.replace(self, value)
 
     def scale_by(self, factor: torch.Tensor | float, dtype: torch.dtype | None = None) -> Self:
         """Remember a factor. Tensors, of one element, are copied: GradScaler changes its own in place.
@@ -78,7 +111,7 @@ class GradHandle(DistantTensor):
             dtype: To which a tensor is rounded; None: its own.
         """
         if isinstance(factor, torch.Tensor):
-            self.factors.append(self.owner.store.snapshot(factor, dtype or factor.dtype))
+            self.factors.append(self.owner.homes.snapshot(factor, dtype or factor.dtype))
         else:
             self.factors.append(torch.tensor(factor, dtype=torch.float64, device="cpu"))  # no copy, no wait
         return self
@@ -104,7 +137,7 @@ class GradHandle(DistantTensor):
 def _vector_norm(handle: GradHandle, order: float = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
     if dim is not None or any(args) or kwargs.get("dtype") is not None:
         return NotImplemented
-    return handle.owner.gradient_norm(handle, float(order))
+    return handle.owner.norm(handle, float(order))
 
 
 def _norms(gradients: Sequence[torch.Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -155,7 +188,7 @@ def _divide(handle: GradHandle, divisor: torch.Tensor | float) -> GradHandle:
             return gradient.div_(divisor)
         return gradient.div_(divisor.to(gradient.device, _rounded_to(handle, divisor) or divisor.dtype))
 
-    handle.owner.change_gradient(handle, divide)
+    handle.owner.change(handle, divide)
     return handle
 
 
@@ -165,7 +198,7 @@ def _change(operation: Callable[..., Any]) -> Callable[..., GradHandle]:
     def serve(handle: GradHandle, *args: Any, **kwargs: Any) -> GradHandle:
         if any(isinstance(a, torch.Tensor) for a in (*args, *kwargs.values())):
             return NotImplemented
-        handle.owner.change_gradient(handle, lambda gradient: operation(gradient, *args, **kwargs))
+        handle.owner.change(handle, lambda gradient: operation(gradient, *args, **kwargs))
         return handle
 
     return serve
@@ -179,7 +212,7 @@ def _zero(handle: GradHandle) -> GradHandle:
 
 def _add(handle: GradHandle, more: torch.Tensor, *, alpha: float = 1) -> GradHandle:
     is_plain = isinstance(more, torch.Tensor) and not isinstance(more, DistantTensor) and more.shape == handle.shape
-    return handle if alpha == 1 and is_plain and handle.owner.add_to_gradient(handle, more) else NotImplemented
+    return handle if alpha == 1 and is_plain and handle.owner.add(handle, more) else NotImplemented
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
@@ -210,11 +243,11 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
         handle.scale_by(scale)
         if is_power_of_two and (_LEAST_NORM <= norm * scale < math.inf or (norm == 0 and scale <= 1)):
             handle.exact = handle.factors[0], scale
-    handles[0].owner.store.is_infinite = None if math.isnan(found) else bool(found)
+    handles[0].owner.homes.is_infinite = None if math.isnan(found) else bool(found)
 
 
 def _look_for_infinities(handle: GradHandle, found_inf: torch.Tensor) -> None:
-    value = handle.owner.gradient_value(handle)
+    value = handle.owner.value(handle)
     found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(value).all()).to(found_inf)))
 
 

@@ -19,11 +19,11 @@ from typing import NoReturn
 import torch
 
 from outcore.core.errors import UnsupportedError
-from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.engine.gradients.handle import GradHandle
 from outcore.engine.gradients.homes import GradientHomes
-from outcore.engine.gradients.unit_gradients import BackwardPass, UnitGradients
+from outcore.engine.gradients.rank_exchange import RankExchange
+from outcore.engine.gradients.unit_gradients import UnitGradients, UnitPass
 from outcore.engine.unit.recovery import Recovery
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import outermost_first, torch_dtype
@@ -35,63 +35,44 @@ from outcore.torch_private import at_end_of_task, copy_each, current_task
 
 
 class BackwardGradients:
-    """All gradients of a model during backward; ``GradientHomes`` has them afterwards."""
-
-    takes_gradients = True
-    _of_unit: type[UnitGradients] = UnitGradients
+    """What a backward does: it collects the gradients of all units, and sends them home."""
 
     def __init__(
         self,
         units: Sequence[Unit],
         order: GradientOrder[Handle],
-        device: Device,
-        resting: GradientHomes,
+        homes: GradientHomes,
         accumulation_steps: int | None,
         recovery: Recovery,
-        *,
-        clipping: bool,
     ) -> None:
         """Begin without gradients.
 
         Args:
             units: All units.
             order: Submits what a pass needs.
-            device: The one that computes.
-            resting: Where gradients rest.
+            homes: Where gradients rest.
             accumulation_steps: Micro-batches per step, if promised.
             recovery: Learns how to notice a broken pass, and how to forget it.
-            clipping: False promises that no norms are asked for.
         """
-        self._order, self._device, self._resting = order, device, resting
-        self._accumulation_steps, self.clipping = accumulation_steps, clipping
-        self.of = {unit.name: self._of_unit(unit, self, resting) for unit in units}
+        self._order, self._device, self.homes = order, homes.device, homes
+        self._accumulation_steps = accumulation_steps
+        self.of = {unit.name: UnitGradients(unit, homes, self.deposit) for unit in units}
+        self._exchange: RankExchange | None = None
+        """Exchanges gradients with the other ranks; None: there are none."""
+        self._make_room = self._close_one
+        if homes.world is not None:
+            mine = [self.of[unit.name] for unit in units if unit.num_trainable]
+            self._exchange = RankExchange(mine, order, homes, homes.world, accumulation_steps)
+            self._make_room = self._exchange.make_room
         recovery.signs.append(self._notice)
         recovery.parts.append(self._reset)
         self._tasks: dict[int, weakref.ref[object]] = {}
         """Autograd's tasks, each with its end callback. Autograd alone holds that, so it lives as long as the task."""
         self._breaking_off = threading.RLock()  # by autograd's thread, or by the one that notices first
         self._num_passes, self._recovery = 0, recovery
-        self._last_factor: tuple[torch.Tensor, int, dict[torch.dtype, torch.Tensor]] | None = None
         self._open: dict[str, UnitGradients] = {}
         self.on_last: Callable[[UnitGradients], None] = _nothing
         """Called when the last promised gradient of a unit that is updated early is on its way home."""
-        self.is_infinite: bool | None = None
-        """What ``GradScaler`` found in the gradients of the last pass, if the host knows."""
-
-    def snapshot(self, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Copy a factor. Clipping multiplies all gradients by the same one, so one copy of each dtype serves all.
-
-        A factor in host memory is compared by value, too: an edit through ``data`` does not count as a version.
-        """
-        if factor.is_inference():  # it counts no versions
-            return factor.to(dtype, copy=True).reshape(())
-        known, own = self._last_factor, factor.dtype
-        if known is None or known[0] is not factor or known[1] != factor._version or _differs(factor, known[2][own]):
-            copies = {own: factor.detach().clone().reshape(())}
-            known = self._last_factor = (factor, factor._version, copies)
-        if dtype not in known[2]:
-            known[2][dtype] = known[2][own].to(dtype)
-        return known[2][dtype]
 
     # What calls of units and autograd's own accumulation give.
 
@@ -99,13 +80,15 @@ class BackwardGradients:
         """Take gradients that autograd made in the pass that is running now."""
         if not grads:
             return
+        if self._exchange is not None:
+            self._exchange.refuse_late(unit)
         gradients = self.of[unit.name]
         try:
             self._join_pass(gradients)
             current = gradients.open
             if current is None:
                 expected = sum([p.requires_grad for p in unit.params[: unit.num_trainable]])
-                gradients.open = current = BackwardPass(expected)
+                gradients.open = current = UnitPass(gradients, expected)
             with torch.no_grad():
                 if gradients.has_bucket and not current.loose:
                     self._into_bucket(gradients, current, grads)
@@ -167,19 +150,25 @@ class BackwardGradients:
 
     def refuse_unfinished(self) -> None:
         """Raise if gradients of a step are not where the step will look for them."""
+        if self._exchange is not None:
+            self._exchange.refuse_unfinished()
 
     def zero(self) -> None:
         """Drop gradients that are not on ``p.grad`` yet: the optimizer zeroes those that are."""
+        if self._exchange is not None:
+            self._exchange.zero(is_running=bool(self._tasks))
 
     def after_step(self) -> None:
         """Begin a new accumulation window."""
         for gradients in self.of.values():
             gradients.num_passes = 0
-        self._last_factor = None
+        self.homes.last_factor = None
 
     # One backward pass.
 
     def _join_pass(self, gradients: UnitGradients) -> None:
+        if self._exchange is not None:
+            self._exchange.refuse_broken()
         task = current_task()
         if task not in self._tasks:
             self._notice()
@@ -187,7 +176,7 @@ class BackwardGradients:
                 if self._recovery.is_due:
                     self._recovery.run()
                 self._num_passes += 1
-                self.is_infinite = None
+                self.homes.is_infinite = None
             # A backward inside of a backward (reentrant checkpointing) has a task of its own: both are one pass.
             end = functools.partial(self._end_task, task)
             self._tasks[task] = weakref.ref(end, functools.partial(_over, weakref.ref(self), task))
@@ -195,11 +184,18 @@ class BackwardGradients:
         self._open[gradients.unit.name] = gradients
 
     def _end_task(self, task: int) -> None:
-        """Close what is still open: the root, and units of which not all parameters were reached."""
+        """Close what is still open: the root, and units of which not all parameters were reached.
+
+        With several ranks, only the outermost task of a pass does so.
+        """
         try:
-            for gradients in list(self._open.values()):
-                self._close(gradients)
-            self._open.clear()
+            if self._exchange is None:
+                for gradients in list(self._open.values()):
+                    self._close(gradients)
+            elif len(self._tasks) == 1:
+                self._exchange.finish(self._num_passes)
+            if self._exchange is None or len(self._tasks) == 1:
+                self._open.clear()
             self._tasks.pop(task, None)
         except BaseException:
             self.break_off()
@@ -227,6 +223,8 @@ class BackwardGradients:
         A plain loop keeps those that were there. For gradients made inside of a block it is not known which these were.
         """
         with self._breaking_off:
+            if self._exchange is not None:
+                self._exchange.break_off(is_running=bool(self._tasks))
             self._recovery.is_due = True
             for name, gradients in list(self._open.items()):
                 gradients.lose()
@@ -235,13 +233,15 @@ class BackwardGradients:
 
     def _reset(self) -> None:
         """Forget what passes have given so far. See [Note: cut short]."""
+        if self._exchange is not None:
+            self._exchange.lose_kept()
         if self._open:
             self.break_off()
         for gradients in self.of.values():
             gradients.open = gradients.unit.ledger.bucket = None
 
-    def _keep_loose(self, gradients: UnitGradients, current: BackwardPass, grads: dict[int, torch.Tensor]) -> None:
-        self._take_over(gradients.unit, current)
+    def _keep_loose(self, gradients: UnitGradients, current: UnitPass, grads: dict[int, torch.Tensor]) -> None:
+        current.take_over()
         dtypes = gradients.unit.gradient_form.update_dtypes
         for i, grad in grads.items():
             known = current.loose.get(i)
@@ -252,7 +252,7 @@ class BackwardGradients:
             else:
                 current.loose[i] = known + grad
 
-    def _into_bucket(self, gradients: UnitGradients, current: BackwardPass, grads: dict[int, torch.Tensor]) -> None:
+    def _into_bucket(self, gradients: UnitGradients, current: UnitPass, grads: dict[int, torch.Tensor]) -> None:
         unit = gradients.unit
         bucket, current.made = self._order.collect(unit.ledger, current.made, self._make_room)
         current.stream = self._device.stream_name()
@@ -263,7 +263,7 @@ class BackwardGradients:
         for i in current.present & grads.keys():
             views[i].add_(grads[i])
 
-    def _make_room(self, pool: SlotPool[Handle]) -> None:
+    def _close_one(self, pool: SlotPool[Handle]) -> None:
         """Close a unit to free its bucket: units that are called again later hold all buckets of a pool."""
         taken = ((g, g.unit.ledger.bucket) for g in self._open.values())
         self._close(next(g for g, bucket in taken if bucket is not None and bucket.pool is pool))
@@ -271,57 +271,30 @@ class BackwardGradients:
     @torch.no_grad()
     def _close(self, gradients: UnitGradients) -> None:
         """Take norms, send the sums of this pass home, put handles on ``p.grad``."""
+        if self._exchange is not None:
+            self._exchange.come(gradients, self._num_passes)
+            return
         current = gradients.open
         if current is None:
             return
         unit = gradients.unit
-        held = {i: handle for i, handle in gradients.held_handles().items() if not handle.is_zero}
-        self._count_pass(gradients, is_first=not held)  # may refuse: the pass is still open then, and is dropped
+        current.held = held = {i: handle for i, handle in gradients.held_handles().items() if not handle.is_zero}
+        # May refuse: the pass is still open then, and is dropped.
+        gradients.count_pass(self._num_passes, self._accumulation_steps, is_first=not held)
         gradients.version += 1
         added = current.present & held.keys()
-        self._take_over(unit, current)
+        current.take_over()
         self._take_norms(gradients, current, added)
-        self._order.send(unit.ledger, self._resting.work(gradients, current, held), is_first=not held)
-        device = self._device.torch_device
-        for i in current.present - added:
-            handle = GradHandle(unit.gradient_form.likes[i], device, gradients, i)
-            unit.params[i].grad = gradients.handles[i] = handle
+        self._order.send(unit.ledger, current, is_first=not held)
+        gradients.put_handles(current.present - added)
         gradients.open = None  # last, so that gradients are known to be lost if this is interrupted before
         if unit.plan.early and gradients.num_passes == self._accumulation_steps:
             self.on_last(gradients)
 
-    def _take_over(self, unit: Unit, current: BackwardPass) -> None:
-        """Order compute behind what made the gradients: autograd does not, if it gives the hook no gradient.
-
-        The hook that closes a pass then runs on the stream on which the parameter was first used.
-        """
-        stream = self._device.stream_name()
-        if stream == current.stream:
-            return
-        bucket = unit.ledger.bucket
-        regions = [] if bucket is None else [bucket.slot.span(unit.spec.bucket_bytes).memory.region]
-        name, after = f"take over gradients of {unit.label}", {"gradients made": current.made}
-        current.made, current.stream = self._device.compute(name, reads=regions, after=after), stream
-        for grad in current.loose.values():
-            self._device.hand_over(grad, None)
-
-    def _count_pass(self, gradients: UnitGradients, *, is_first: bool) -> None:
-        if is_first:  # zeroed without a step, as after one that GradScaler skipped
-            gradients.num_passes = 0
-        if gradients.counted_pass != self._num_passes:  # a unit may be closed more than once in a pass
-            gradients.num_passes, gradients.counted_pass = gradients.num_passes + 1, self._num_passes
-        promised = self._accumulation_steps
-        if promised is not None and gradients.num_passes > promised:
-            raise UnsupportedError(
-                f"expected {promised} backward passes per step, as accumulation_steps promised, "
-                f"but unit '{gradients.unit.label}' got one more; call optimizer.step() in time, "
-                "or prepare with accumulation_steps=None"
-            )
-
-    def _take_norms(self, gradients: UnitGradients, current: BackwardPass, added: set[int]) -> None:
+    def _take_norms(self, gradients: UnitGradients, current: UnitPass, added: set[int]) -> None:
         for i in current.present:
             gradients.norms.pop(i, None)
-        if not self.clipping or gradients.unit.plan.gradients == "device":
+        if not self.homes.clipping or gradients.unit.plan.gradients == "device":
             return  # on the device a norm is taken when it is asked for, as in the plain loop
         unit = gradients.unit
         bucket, specs = unit.ledger.bucket, unit.spec.params
@@ -361,7 +334,3 @@ def _batches(natives: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype])
 
 def _nothing(_: UnitGradients) -> None:
     """Do nothing: no unit is updated early."""
-
-
-def _differs(factor: torch.Tensor, copy: torch.Tensor) -> bool:
-    return factor.is_cpu and not torch.equal(copy, factor.detach().reshape(()))

@@ -14,7 +14,7 @@ import itertools
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from outcore.engine.activations.policies import Policy, policy_of
 from outcore.engine.activations.room import ActivationRoom, SharedArguments
 from outcore.engine.activations.saved import as_saved, escaped, slot_of, storage_of, version_of
 from outcore.engine.activations.saving import Graph, edges_of
+from outcore.engine.gradients.passes import BackwardGradients
 from outcore.engine.module.argument_hooks import hand_on_hooks, refuse_backward
 from outcore.engine.module.compiling import Compiling
 from outcore.engine.module.graphs import (
@@ -67,27 +68,12 @@ from outcore.torch_private import (
 )
 
 
-class GradientSink(Protocol):
-    """Where the parameter gradients of a backward go."""
-
-    takes_gradients: bool
-    """Whether the sink takes them in an ordinary backward. If not, autograd gets all of them."""
-
-    def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
-        """Take gradients of trainable parameters, by index."""
-
-    def begin(self, unit: Unit) -> None:
-        """Note that the backward of a unit begins."""
-
-    def break_off(self) -> None:
-        """Note that a backward ends in an exception."""
-
-
 class Services(NamedTuple):
     """What the calls of all units share."""
 
     weights: StreamedWeights
-    sink: GradientSink
+    gradients: BackwardGradients | None
+    """Takes gradients of parameters in an ordinary backward; None: autograd itself takes them."""
     device: Device
     doubts: PendingComparisons
     access: ValueAccess
@@ -104,7 +90,7 @@ class UnitCall:
 
     def __init__(self, unit: Unit, services: Services) -> None:
         self.unit = unit
-        self._weights, self._sink, self._device, doubts, access, room, activations, between, compiling = services
+        self._weights, self._gradients, self._device, doubts, access, room, activations, between, compiling = services
         self._is_closed, self._where = False, f"unit '{unit.label}'"
         functools.update_wrapper(self, unit.module.forward)
         self._forward = compiling.forward_of(unit.module)
@@ -286,7 +272,7 @@ class UnitCall:
     ) -> list[torch.Tensor | None]:
         """Return gradients of inputs, foreign leaves and parameters, in the order of ``UnitFunction``'s inputs.
 
-        In an ordinary backward the gradients of parameters go to the sink instead.
+        In an ordinary backward the gradients of parameters go to ``BackwardGradients`` instead.
         """
         self._refuse_stale(call)
         if self._device.interrupts is not None:
@@ -298,8 +284,9 @@ class UnitCall:
             flag and (is_ordinary or _is_wanted(node))
             for flag, (node, _) in zip(call.flags, ctx.next_functions[-len(params) :] if params else (), strict=False)
         ]
-        if is_ordinary:
-            self._sink.begin(self.unit)
+        taker = self._gradients if is_ordinary else None
+        if taker is not None:
+            taker.begin(self.unit)
         with self._bound(Phase.BACKWARD):
             with self._trained.as_in_forward(call.flags):
                 saving = call.saving
@@ -325,18 +312,18 @@ class UnitCall:
                 spare_functions(node for g, (node, _) in zip(given, by_use.edges, strict=False) if g is None)
             # Autograd itself takes the gradients in a backward for chosen inputs, and those of parameters with hooks,
             # which must see the sum of all calls. Gradients of parameters that were frozen since forward are dropped.
-            is_ours = is_ordinary and self._sink.takes_gradients
-            outside = {i: g for i, g in grads_of.items() if not is_ours or params[i]._backward_hooks}
-            if is_ours:
+            outside = {i: g for i, g in grads_of.items() if taker is None or params[i]._backward_hooks}
+            if taker is not None:
                 inside = {i: g for i, g in grads_of.items() if i not in outside and params[i].requires_grad}
-                self._sink.deposit(self.unit, inside)
+                taker.deposit(self.unit, inside)
             if saving is not None:
                 saving.end_backward(is_over=not is_kept)
         return [*by_use.spread(given), *[outside.get(i) for i in range(len(params))]]
 
     def break_off(self) -> None:
         """Note that a backward ended in an exception. Autograd may report it long after the program has gone on."""
-        self._sink.break_off()
+        if self._gradients is not None:
+            self._gradients.break_off()
 
     def _refuse_always(self) -> None:
         if self._is_closed:

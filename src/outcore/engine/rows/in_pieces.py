@@ -175,7 +175,7 @@ def in_pieces(units: Sequence[Unit], count: int, services: Services) -> Iterator
         apart = RowIndependence(unit.module, device, f"unit '{unit.label}'", is_compiled=services.compiling.is_on)
         way = functools.partial(make_way, order, unit, services.weights) if order.homes_are_used else None
         yield stand_in(unit.module, InPieces(unit.module, apart, count, are_own=True, turn=turn, make_way=way))
-    lender = ParameterLender(units[0], services.sink)
+    lender = ParameterLender(units[0], services.gradients)
     inside = {id(module) for unit in units[1:] for module in unit.modules}
     for name, part in _outside(units[0].module, inside, {id(p) for p in units[0].params}):
         lent = lender.lent_to(list(part.modules()))

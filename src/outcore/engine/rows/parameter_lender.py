@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from outcore.engine.module.call import GradientSink
+from outcore.engine.gradients.passes import BackwardGradients
 from outcore.engine.unit.absent import AbsentParameter
 from outcore.engine.unit.unit import Unit
 from outcore.torch_private import is_executed
@@ -19,9 +19,9 @@ from outcore.torch_private import is_executed
 class ParameterLender:
     """Lends parameters of the root. Without it autograd would sum over pieces, in the dtype of the parameter."""
 
-    def __init__(self, unit: Unit, sink: GradientSink) -> None:
-        """Args: unit: The root. sink: Takes the gradient of each piece."""
-        self._unit, self._sink = unit, sink
+    def __init__(self, unit: Unit, gradients: BackwardGradients | None) -> None:
+        """Args: unit: The root. gradients: Takes the gradient of each piece; None: autograd takes it."""
+        self._unit, self._gradients = unit, gradients
         self._trainable = unit.params[: unit.num_trainable]
         self._indices = {id(p): i for i, p in enumerate(self._trainable)}
         # Tells an ordinary backward() from one for chosen inputs.
@@ -59,9 +59,9 @@ class ParameterLender:
         param = self._trainable[index]
         if not param.requires_grad:  # frozen since forward
             return None
-        if not (self._sink.takes_gradients and is_executed(self._anchor_node)) or param._backward_hooks:
+        if self._gradients is None or not is_executed(self._anchor_node) or param._backward_hooks:
             return grad
-        self._sink.deposit(self._unit, self._unit.gradient_form.native({index: grad}))
+        self._gradients.deposit(self._unit, self._unit.gradient_form.native({index: grad}))
         return None
 
 

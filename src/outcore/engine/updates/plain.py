@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,12 +34,7 @@ _Steps = tuple[list[FusedStep], list[_Piece]]
 
 
 class PlainUpdates:
-    """Updates of parameters with autograd's own gradients, regardless of units.
-
-    It is also a gradient sink, one that takes no gradients.
-    """
-
-    takes_gradients = False
+    """Updates of parameters with autograd's own gradients, regardless of units."""
 
     def __init__(self, units: Sequence[Unit], device: Device, numbers: Numbers) -> None:
         """Args: units: All units, with their weights in place."""
@@ -54,16 +49,6 @@ class PlainUpdates:
         self._is_closed, self._num_looks = False, 2
         self._homes = [home for unit in units for home in (unit.ledger.weights, unit.ledger.states)]
         self._regions = [home.memory.region for home in self._homes if isinstance(home.memory, Buffer)]
-
-    def deposit(self, unit: Unit, grads: dict[int, torch.Tensor]) -> NoReturn:
-        """Not supported; it is never called."""
-        raise NotImplementedError
-
-    def begin(self, unit: Unit) -> None:
-        """Do nothing, since autograd accumulates."""
-
-    def break_off(self) -> None:
-        """Do nothing: what autograd has accumulated stays, as in a plain loop."""
 
     def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> _Steps:
         """Return what is to be done for every parameter with a gradient, by kernel call.

@@ -211,7 +211,7 @@ class _Steps:
             calls[-count:] = reversed(calls[-count:])
 
     def _make_room(self, pool: SlotPool[PaperEntry]) -> None:
-        if self._turns is not None:  # as in ``RankedGradients``
+        if self._turns is not None:  # as in ``RankExchange``
             taken = (u for u in self._turns.order if u.bucket is not None and u.bucket.pool is pool)
             unit = next(taken)
             self._gradients.let_go(unit)

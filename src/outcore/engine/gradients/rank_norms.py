@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from outcore.engine.gradients.handle import GradHandle
+from outcore.engine.gradients.homes import GradientHomes
+from outcore.engine.gradients.unit_gradients import UnitGradients
 from outcore.optim.norms import Node, block_sums, node_sums, norm_of, num_blocks, whole_nodes
 from outcore.optim.piece import CUT_NUMEL
 from outcore.ranks.world import World
 
-if TYPE_CHECKING:
-    from outcore.engine.gradients.rank_exchange import RankedHomes, RankedUnitGradients
-
+_NOWHERE = torch.empty(0, dtype=torch.uint8, device="cpu")
 _CHUNK_NUMEL = 2**16  # in float64 a chunk stays in cache
 
 
 class RankNorms:
     """The norm of every gradient that is held. Asking for one makes all known, on all ranks."""
 
-    def __init__(self, units: Sequence[RankedUnitGradients], homes: RankedHomes, world: World) -> None:
+    def __init__(self, units: Sequence[UnitGradients], homes: GradientHomes, world: World) -> None:
         """Args: units: Those with trainable parameters, in the same order on all ranks."""
         self._units, self._homes, self._world = units, homes, world
         self._known: dict[GradHandle, tuple[object, torch.Tensor]] = {}
@@ -54,26 +53,30 @@ class RankNorms:
         for (unit, handle), known in zip(handles, found, strict=True):
             count = 0 if handle.is_zero else num_blocks(unit.unit.spec.params[handle.index].numel)
             norms.append(norm_of(known, count))
-        exact = torch.tensor(norms, dtype=torch.float64, device="cpu")
-        rounded = exact.float().to(self._homes.torch_device).unbind()
-        exact = exact.to(self._homes.torch_device)
+        exact, device = torch.tensor(norms, dtype=torch.float64, device="cpu"), self._homes.device.torch_device
+        rounded = exact.float().to(device).unbind()
+        exact = exact.to(device)
         for i, (unit, handle) in enumerate(handles):
             is_double = unit.unit.gradient_form.update_dtypes[handle.index] is torch.float64
             self._known[handle] = _state(handle), exact[i] if is_double else rounded[i]
 
-    def _sums(self, gradients: RankedUnitGradients, handles: Sequence[GradHandle]) -> list[torch.Tensor]:
+    def _sums(self, gradients: UnitGradients, handles: Sequence[GradHandle]) -> list[torch.Tensor]:
         """Return sums of the subtrees that this rank has, by gradient."""
         spec, wanted = gradients.unit.spec, [handle for handle in handles if not handle.is_zero]
         if not wanted:
             return []
-        stored = self._homes.all_stored(gradients)
+        stored = gradients.all_stored()
         rooms = [_room(stored[handle.index]) for handle in wanted]
         works = []
         for handle, room in zip(wanted, rooms, strict=True):
             factors = [f.to("cpu") if room.is_cpu else f for f in (*handle.averaging, *handle.factors)]
             chunks = zip(stored[handle.index].split(_CHUNK_NUMEL), room.split(_CHUNK_NUMEL // CUT_NUMEL), strict=True)
             works += [partial(_take, chunk, factors, part) for chunk, part in chunks]
-        self._homes.run(works, on_host=rooms[0].is_cpu)
+        if rooms[0].is_cpu:
+            self._homes.run_all(works)
+        else:  # on compute, where works need no scratch
+            for work in works:
+                work(_NOWHERE)
         found = []
         for handle, room in zip(wanted, rooms, strict=True):
             first, stop, count = _blocks(gradients, handle, spec.rank)
@@ -93,7 +96,7 @@ def _take(values: torch.Tensor, factors: Sequence[torch.Tensor], room: torch.Ten
     room.copy_(block_sums(values, factors))
 
 
-def _blocks(gradients: RankedUnitGradients, handle: GradHandle, rank: int) -> tuple[int, int, int]:
+def _blocks(gradients: UnitGradients, handle: GradHandle, rank: int) -> tuple[int, int, int]:
     """Return the first block of a rank, the one behind its last, and how many blocks the parameter has."""
     spec = gradients.unit.spec
     first, numel = spec.owned(rank)[handle.index]
@@ -101,5 +104,5 @@ def _blocks(gradients: RankedUnitGradients, handle: GradHandle, rank: int) -> tu
     return start, start + num_blocks(numel), num_blocks(spec.params[handle.index].numel)
 
 
-def _nodes(gradients: RankedUnitGradients, handle: GradHandle, rank: int) -> list[Node]:
+def _nodes(gradients: UnitGradients, handle: GradHandle, rank: int) -> list[Node]:
     return whole_nodes(*_blocks(gradients, handle, rank))
