@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 
 import outcore
-from outcore.engine.activations.saving import SavingBase
+from outcore.engine.activations.saving import CallSaving
 from outcore.engine.module.graphs import ForwardCall
 
 from .rig import DEVICE, VOCAB, WIDTH, Block, adamw, batch, make, plan_for
@@ -51,7 +51,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "early": {"homes": "host", "early": True, "steps": 1},
     "in pieces": {"homes": "host", "pieces": 3},
 }
-HOLDERS = (torch.Tensor, ForwardCall, SavingBase)
+HOLDERS = (torch.Tensor, ForwardCall, CallSaving)
 CASES = [(plan, policy, "ModelOutput") for plan in PLANS for policy in ("keep", "select", "recompute")]
 CASES += [("host", policy, form) for form in FORMS for policy in ("keep", "select", "recompute")]
 CASES += [("plain", policy, form) for form in FORMS for policy in ("keep", "recompute", "recompute without room")]

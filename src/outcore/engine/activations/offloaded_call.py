@@ -130,7 +130,7 @@ class _Packing:
 
     def hooks(self) -> Any:
         """Return the hooks to run the block under, with its weights bound."""
-        self._pack, self._unpack = by_place(self._unit, self._where, keeps=False)
+        self._by_place = by_place(self._unit, self._where, keeps=False)
         buffer = self._unit.device_buffer()
         if buffer is not None:
             self._staying.add(storage_of(buffer.bytes))
@@ -141,7 +141,7 @@ class _Packing:
 
     def _keep(self, tensor: torch.Tensor) -> Any:
         cast = self._cast(tensor) if self._params else None
-        return cast or (self._pack(tensor) or self.put(tensor) if self.fits else None)
+        return cast or (self._by_place[0](tensor) or self.put(tensor) if self.fits else None)
 
     def _cast(self, tensor: torch.Tensor) -> SavedCast | None:
         weight = cast_of(tensor)
@@ -222,7 +222,7 @@ class _Packing:
         if packed is None:
             raise UnsupportedError(escaped(self._where))
         if isinstance(packed, SavedWeight | SavedWrapper):
-            return self._unpack(packed)
+            return self._by_place[1](packed)
         if isinstance(packed, KeptTensor):
             return packed.unchanged(self._where)
         if isinstance(packed, SavedCast):
@@ -246,14 +246,14 @@ class _Settling:
     """Hooks that settle casts when the block has run under them."""
 
     def __init__(self, hooks: Any, packing: _Packing) -> None:
-        self._hooks, self._packing = hooks, packing
+        self._hooks, self.packing = hooks, packing
 
     def __enter__(self) -> None:
         self._hooks.__enter__()
 
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
-        self._packing.settle()
+        self.packing.settle()
 
 
 class OffloadedCall:
@@ -273,7 +273,7 @@ class OffloadedCall:
         self._unit, self._order, self._device, self._where = unit, order, device, where
         self._between = between
         self._is_alone = room == unit.plan.saved_bytes
-        self._packing = _Packing(unit, device.torch_device, room, between, staying, where)
+        self.packing = _Packing(unit, device.torch_device, room, between, staying, where)
         self._owner: _Liveness | None = None
         self._returned: list[tuple[torch.Tensor, int]] = []
         self._is_changed = False
@@ -281,31 +281,10 @@ class OffloadedCall:
         self.is_held = True
         self.memory: _AutogradMemory | None = None
 
-    @property
-    def fits(self) -> bool:
-        """Whether the unit's home can hold it, as far as forward has come."""
-        return self._packing.fits
-
     def say_too_large(self) -> bool:
         """Warn that it does not fit. Returns whether it would not fit into an empty home either."""
         warnings.warn(TOO_LARGE if self._is_alone else TAKEN, stacklevel=3)
         return self._is_alone
-
-    def begin_again(self) -> None:
-        """Begin again, as if nothing had been saved yet."""
-        self._packing.begin_again()
-
-    def hooks(self) -> Any:
-        """Return the hooks to run the block under, with its weights bound."""
-        return self._packing.hooks()
-
-    def put(self, tensor: torch.Tensor) -> Any:
-        """Store a tensor that is no weight, until ``end_forward``. Returns what ``give`` takes."""
-        return self._packing.put(tensor)
-
-    def give(self, packed: Any) -> torch.Tensor:
-        """Return what was stored, in backward."""
-        return self._packing.give(packed)
 
     # What the order asks for.
 
@@ -315,7 +294,7 @@ class OffloadedCall:
 
     def leave(self, target: ByteSpan) -> Callable[[], None]:
         """Return the deed that copies its own storages to where they rest, or to a slot on the way there."""
-        storages, into = self._packing.storages.values(), target.memory.bytes
+        storages, into = self.packing.storages.values(), target.memory.bytes
         mine = [(memory, start) for memory, start, lender in storages if lender is None]
         pairs = [(into[start : start + memory.numel()], memory) for memory, start in mine]
 
@@ -329,11 +308,11 @@ class OffloadedCall:
         """See ``order.activations.SavedActivations``."""
         self.is_held = False
         self._is_changed, self._returned = self._has_changed(), []
-        self._packing.let_go()
+        self.packing.let_go()
 
     def give_up(self) -> None:
         """See ``order.activations.SavedActivations``."""
-        for storage in self._packing.storages.values():
+        for storage in self.packing.storages.values():
             self._device.hand_over(storage.memory, Lane.D2H)
         self.let_go()
 
@@ -344,15 +323,11 @@ class OffloadedCall:
 
         Args: owner: Lives as long as backward may come.
         """
-        self.nbytes = align_up(self._packing.nbytes, PAGE_BYTES)
+        self.nbytes = align_up(self.packing.nbytes, PAGE_BYTES)
         self._owner = _Liveness(owner)
         self.memory = _AutogradMemory(Region(f"activations of {self._unit.label}, call {next(_calls)}", 0, self.nbytes))
-        loans = self._packing.loans(self._owner)
-        return self._order.end_forward(self._unit.ledger, self, loans) if self._packing.storages else None
-
-    def among(self, made: Sequence[torch.Tensor]) -> list[int]:
-        """Return indices of results whose memory was saved."""
-        return [i for i, t in enumerate(made) if storage_of(t) in self._packing.storages]
+        loans = self.packing.loans(self._owner)
+        return self._order.end_forward(self._unit.ledger, self, loans) if self.packing.storages else None
 
     def watch(self, call: SavedCall[Handle] | None, returned: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Watch results, which must not be changed until all is home. They share no versions with what was saved.
@@ -363,7 +338,7 @@ class OffloadedCall:
         """
         self._returned = list(returned)
         for tensor, version in returned:
-            storage = self._packing.storages.get(storage_of(tensor))
+            storage = self.packing.storages.get(storage_of(tensor))
             if call is not None and storage is not None and storage.lender is None:
                 self._between.send(tensor, version, call, storage.start)
 
@@ -378,11 +353,11 @@ class OffloadedCall:
             )
         if call is not None:
             span = self._order.begin_backward(call)
-            self._packing.memory = None if span is None else span.memory.bytes
+            self.packing.memory = None if span is None else span.memory.bytes
 
     def end_backward(self, call: SavedCall[Handle] | None, *, is_over: bool) -> None:
         """Note that compute is done with it. Args: is_over: Whether the graph is not walked again."""
-        self._packing.memory = None
+        self.packing.memory = None
         if call is not None:
             self._order.end_backward(call, is_over=is_over)
 

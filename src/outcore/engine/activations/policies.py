@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,23 +11,20 @@ import torch
 from outcore.core.errors import UnsupportedError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
-from outcore.engine.activations.offloaded_call import CallOffloader, OffloadedCall
-from outcore.engine.activations.recompute_with_saved import RecomputeWithSaved
+from outcore.engine.activations.offloaded_call import CallOffloader
 from outcore.engine.activations.room import ActivationRoom, Lease, SharedArguments
 from outcore.engine.activations.saved import (
-    GoneTensor,
     by_place,
     escaped,
     gone_class,
     hooks_on_saved,
     storage_of,
-    without_values,
 )
-from outcore.engine.activations.saving import CallSaving, DropGraph, Graph, KeepGraph, SavingBase, edges_of
+from outcore.engine.activations.saving import CallSaving, DropGraph, Graph, KeepGraph, SendGraph, edges_of
 from outcore.engine.activations.selection import Selection
 from outcore.engine.unit.unit import Unit
 from outcore.model.wrapped import bytes_of
-from outcore.order.activations import ActivationOrder, SavedCall
+from outcore.order.activations import ActivationOrder
 
 _MOST_KNOWN = 4096  # kinds of arguments that are remembered
 
@@ -87,12 +84,12 @@ class SavedBytesCounter:
 
     def hooks(self) -> Any:
         """Return the hooks to run the block under, with its weights bound."""
-        self._counted = {0, *map(storage_of, self._unit.params)}
+        self._counted = self._weights()
         pack, unpack = by_place(self._unit, self._where)
         return hooks_on_saved(self._unit, lambda tensor: pack(self._counting(tensor)), unpack)
 
-    def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Return indices of results that the graph needs unchanged."""
+    def saved_of(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
+        """Return indices of results that were saved: the graph needs them unchanged."""
         return [i for i, t in enumerate(made) if storage_of(t) in self._counted]
 
     def add(self, tensor: torch.Tensor) -> int:
@@ -105,25 +102,26 @@ class SavedBytesCounter:
         self.nbytes += nbytes
         return nbytes
 
+    def _weights(self) -> set[int]:
+        return {0, *map(storage_of, self._unit.params)}
+
     def _counting(self, tensor: torch.Tensor) -> torch.Tensor:
         self.add(tensor)
         return tensor
 
 
-class KeepUntilFull(SavingBase, SavedBytesCounter):
+class KeepUntilFull(CallSaving, SavedBytesCounter):
     """Counts what is saved and keeps it, until there is no room; then nothing is kept."""
-
-    may_drop = True
 
     def __init__(self, policy: KeepWhatFits, kind: Hashable, unit: Unit, lease: Lease, where: str) -> None:
         """Args: policy: It learns from the trial. lease: Empty at first; it grows with what is kept."""
-        super().__init__(unit, where)
+        SavedBytesCounter.__init__(self, unit, where)
         self._policy, self._kind, self._lease, self.is_kept = policy, kind, lease, True
         self._saved: list[_SavedEntry] = []
 
     def hooks(self) -> Any:
         """See ``CallSaving``."""
-        super().hooks()
+        self._counted = self._weights()
         self._pack, self._unpack = by_place(self._unit, self._where)
         return hooks_on_saved(self._unit, self._keep, self._give)
 
@@ -131,6 +129,10 @@ class KeepUntilFull(SavingBase, SavedBytesCounter):
     def is_needed(self) -> bool:
         """Whether the graph was kept."""
         return self.is_kept
+
+    def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
+        """See ``CallSaving``."""
+        return self.saved_of(made)
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
         """End forward. From here on the graph owns what was kept."""
@@ -171,12 +173,13 @@ class KeepWhatFits(Policy):
     keeps_all = False
 
     def __init__(
-        self, unit: Unit, room: ActivationRoom, device_kind: str, remember: PartialSaving | None, where: str
+        self, unit: Unit, room: ActivationRoom, device_kind: str, sender: CallOffloader | None, where: str
     ) -> None:
-        """Args: room: That of all units. remember: Saves for recomputes; None: autograd saves the arguments."""
+        """Args: room: That of all units. sender: Sends what recomputes need off the device; None: it stays there."""
         super().__init__(unit, device_kind, where)
-        self._room, self._remember = room, remember
-        self.has_kinds = room.nbytes > 0 or remember is not None
+        self._room, self._sender, self._selects = room, sender, unit.plan.policy == "select"
+        self._saves = self._selects or sender is not None
+        self.has_kinds = room.nbytes > 0 or self._saves
         self._known: dict[Hashable, tuple[int, Sequence[bool]]] = {}
         """Bytes that calls of a kind save, and whether each result is among them."""
         self._dropped = DropGraph(where)
@@ -205,7 +208,13 @@ class KeepWhatFits(Policy):
         return self._drop(tensors) if lease is None else KeepGraph(self._unit, lease, known[1], self._where)
 
     def _drop(self, tensors: Sequence[torch.Tensor]) -> CallSaving:
-        return self._dropped if self._remember is None else self._remember.begin(tensors) or self._dropped
+        away = None
+        if self._sender is not None:
+            away = self._sender.begin(tensors)
+            if away is None:  # the unit's home is full
+                return self._dropped
+        selection = Selection(self._where) if self._selects else None
+        return DropGraph(self._where, tensors, selection, away) if self._saves else self._dropped
 
     def _shares_casts(self) -> bool:
         """Whether a kept graph needs a cache of casts of its own, which would empty the whole model's cache."""
@@ -219,71 +228,8 @@ class KeepWhatFits(Policy):
         """See ``Policy``."""
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        watched = count.watched(made)
+        watched = count.saved_of(made)
         self._known[kind] = count.nbytes, [i in watched for i in range(len(made))]
-
-
-class _OffloadAttempt(SavingBase):
-    """One call whose activations leave the device, if they fit."""
-
-    may_drop = True
-
-    def __init__(self, away: OffloadedCall, learn: Callable[[], None], gone: type[GoneTensor]) -> None:
-        """Args: learn: Called if they would never fit. gone: Class of arguments whose memory has left."""
-        self._away, self._learn, self._gone = away, learn, gone
-        self._call: SavedCall[Handle] | None = None
-
-    @property
-    def is_kept(self) -> bool:
-        return self._away.fits
-
-    @property
-    def is_needed(self) -> bool:
-        return self._away.fits
-
-    def hooks(self) -> Any:
-        return self._away.hooks()
-
-    def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
-        if not self._away.fits:
-            if self._away.say_too_large():
-                self._learn()
-            return None
-        self._call = self._away.end_forward(owner)
-        without_values(inner, self._gone)
-        return inner, edges_of(made)
-
-    def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        return self._away.among(made)
-
-    def returned(
-        self, watched: list[tuple[torch.Tensor, int]], results: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, int]]:
-        self._away.watch(self._call, watched)
-        return []
-
-    def begin_backward(self) -> None:
-        self._away.begin_backward(self._call)
-
-    def end_backward(self, *, is_over: bool) -> None:
-        self._away.end_backward(self._call, is_over=is_over)
-
-
-class PartialSaving:
-    """What recomputed calls save, on the device or off it."""
-
-    def __init__(self, sender: CallOffloader | None, where: str, *, selects: bool) -> None:
-        """Args: sender: None: all stays on the device. selects: Whether results that are dear to compute are saved."""
-        self._sender, self._selects, self._where = sender, selects, where
-
-    def begin(self, tensors: Sequence[torch.Tensor]) -> CallSaving | None:
-        """Begin a call. Returns None if the unit's home is full. Args: tensors: Arguments of the call."""
-        away = None
-        if self._sender is not None:
-            away = self._sender.begin(tensors)
-            if away is None:
-                return None
-        return RecomputeWithSaved(tensors, Selection(self._where) if self._selects else None, away, self._where)
 
 
 class OffloadPolicy(Policy):
@@ -298,7 +244,6 @@ class OffloadPolicy(Policy):
         """Args: sender: The unit's sender."""
         super().__init__(unit, device_kind, where)
         self._sender, self._dropped = sender, DropGraph(where)
-        self._remember = PartialSaving(sender, where, selects=False)
         self._too_large, self._gone = set[Hashable](), gone_class(where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
@@ -309,12 +254,12 @@ class OffloadPolicy(Policy):
         """See ``Policy``."""
         if kind is None:
             return self._dropped
-        if kind in self._too_large and kind is not True:
-            return self._remember.begin(tensors) or self._dropped
         away = self._sender.begin(tensors)
         if away is None:
             return self._dropped
-        return _OffloadAttempt(away, functools.partial(self._learn, kind), self._gone)
+        if kind in self._too_large and kind is not True:
+            return DropGraph(self._where, tensors, None, away)
+        return SendGraph(away, functools.partial(self._learn, kind), self._gone)
 
     def _learn(self, kind: Hashable) -> None:
         if len(self._too_large) >= _MOST_KNOWN:
@@ -335,9 +280,7 @@ def policy_of(
     kind = device.torch_device.type
     if unit.plan.policy == "keep":
         return Policy(unit, kind, where) if sender is None else OffloadPolicy(unit, kind, sender, where)
-    selects = unit.plan.policy == "select"
-    remember = PartialSaving(sender, where, selects=selects) if selects or sender is not None else None
-    return KeepWhatFits(unit, room, kind, remember, where)
+    return KeepWhatFits(unit, room, kind, sender, where)
 
 
 def _signature(value: Any) -> Any:

@@ -1,38 +1,53 @@
-"""What one call does with what autograd saves."""
+"""What one call does with what autograd saves: it keeps, drops or sends it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from outcore.device.lanes import Handle
+from outcore.engine.activations.offloaded_call import OffloadedCall
 from outcore.engine.activations.room import Lease
-from outcore.engine.activations.saved import drop_saved, let_go_of_values, save_weights_by_place, storage_of
+from outcore.engine.activations.saved import (
+    GoneTensor,
+    KeptTensor,
+    drop_saved,
+    let_go_of_values,
+    save_weights_by_place,
+    storage_of,
+    without_values,
+)
+from outcore.engine.activations.selection import Selection
 from outcore.engine.unit.unit import Unit
+from outcore.order.activations import SavedCall
 
 Graph = tuple[Sequence[torch.Tensor], Sequence[Any]]
 """The arguments inside of the block, and its results or their edges in the graph."""
 
 
-class CallSaving(Protocol):
-    """What one call does with what autograd saves. Room that it has taken is given back with the object."""
+class CallSaving:
+    """What one call does with what autograd saves. Room that it has taken is given back with the object.
 
-    may_drop: bool
+    There are three kinds: it is kept, dropped, or sent off the device. This base does what most of them do.
+    """
+
+    is_kept = True
+    """Whether, as it looks now, backward walks the graph of forward; else it runs the block again."""
+    may_drop = True
     """Whether the call may be recomputed."""
-    has_arguments: bool
+    has_arguments = False
     """Whether this object has the call's arguments in backward; else autograd keeps them. Known after forward."""
 
     @property
     def is_needed(self) -> bool:
         """Whether backward needs this object. Known after forward."""
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether, as it looks now, backward walks the graph of forward; else it runs the block again."""
+        return True
 
     def hooks(self) -> Any:
         """Return the hooks to run the block under, with its weights bound."""
+        raise NotImplementedError
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
         """End forward. Returns what backward begins with; None: the call is recomputed.
@@ -42,9 +57,11 @@ class CallSaving(Protocol):
             made: Results with a gradient.
             owner: Lives as long as a backward may come.
         """
+        return inner, edges_of(made)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         """Return indices of results that must not be changed in place outside."""
+        return ()
 
     def returned(
         self, watched: list[tuple[torch.Tensor, int]], results: Sequence[torch.Tensor]
@@ -55,61 +72,30 @@ class CallSaving(Protocol):
             watched: Watched ones, and their versions then.
             results: All.
         """
+        return watched
 
     def begin_backward(self) -> None:
         """Begin a backward: the graph is walked now."""
 
     def arguments(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the arguments of a recomputed call. Args: saved: What autograd has kept of them."""
+        return saved
 
     def again(self, hooks: Any) -> Any:
         """Return the context to run the block again under. Args: hooks: A context that is entered, too."""
+        return hooks
 
     def release(self) -> None:
-        """Let go of what the graph is made from: it was made for the last time."""
+        """Free what the graph is made from: it was made for the last time."""
 
     def end_backward(self, *, is_over: bool) -> None:
         """End a backward: the graph was walked. Args: is_over: Whether it will not be walked again."""
 
 
-class SavingBase:
-    """What most kinds of ``CallSaving`` do."""
-
-    has_arguments = False
-
-    @property
-    def is_needed(self) -> bool:
-        """True: backward needs it."""
-        return True
-
-    def returned(
-        self, watched: list[tuple[torch.Tensor, int]], results: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, int]]:
-        """Return all that are watched: the call must do that."""
-        return watched
-
-    def begin_backward(self) -> None:
-        """Do nothing: all is where it is needed."""
-
-    def arguments(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return what autograd has kept."""
-        return saved
-
-    def again(self, hooks: Any) -> Any:
-        """Return ``hooks`` alone."""
-        return hooks
-
-    def release(self) -> None:
-        """Do nothing: all goes with the graph."""
-
-    def end_backward(self, *, is_over: bool) -> None:
-        """Do nothing."""
-
-
-class KeepGraph(SavingBase):
+class KeepGraph(CallSaving):
     """Keeps the whole graph."""
 
-    is_kept, may_drop = True, False
+    may_drop = False
 
     def __init__(self, unit: Unit, lease: Lease | None, saved: Sequence[bool] | None, where: str) -> None:
         """Keep the graph of one call, or of all calls without a lease.
@@ -129,10 +115,6 @@ class KeepGraph(SavingBase):
     def hooks(self) -> Any:
         """See ``CallSaving``."""
         return save_weights_by_place(self._unit, self._where)
-
-    def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph:
-        """See ``CallSaving``."""
-        return inner, edges_of(made)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         """Return indices of results that the graph needs unchanged. All, if the earlier call had not as many."""
@@ -173,27 +155,164 @@ def edges_of(made: Sequence[torch.Tensor]) -> list[Any]:
     return [torch.autograd.graph.get_gradient_edge(t) for t in made]
 
 
-class DropGraph(SavingBase):
-    """Keeps nothing."""
+class DropGraph(CallSaving):
+    """Keeps nothing of the graph: the block runs again, from its arguments and from what was selected."""
 
-    is_kept, may_drop = False, True
+    is_kept = False
+
+    def __init__(
+        self,
+        where: str,
+        tensors: Sequence[torch.Tensor] = (),
+        selection: Selection | None = None,
+        away: OffloadedCall | None = None,
+    ) -> None:
+        """Drop what one call saves, or all calls for which nothing is saved.
+
+        Args:
+            where: For errors.
+            tensors: The call's arguments.
+            selection: Saves results; None: none.
+            away: Sends arguments and results off the device; None: they stay there.
+        """
+        self._where, self._tensors, self._selection, self._away = where, tensors, selection, away
+        self._hooks = drop_saved(where)
+        self._packed: Sequence[tuple[Any, bool]] = ()
+        self._call: SavedCall[Handle] | None = None
 
     @property
     def is_needed(self) -> bool:
-        """False: it has nothing."""
-        return False
-
-    def __init__(self, where: str) -> None:
-        """Args: where: For errors."""
-        self._hooks = drop_saved(where)
+        """Whether it has saved something."""
+        return self._selection is not None or self._away is not None
 
     def hooks(self) -> Any:
         """See ``CallSaving``."""
-        return self._hooks
+        return self._hooks if self._selection is None else _Both(self._hooks, self._selection.forward())
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> None:
         """See ``CallSaving``."""
+        tensors, self._tensors = self._tensors, ()
+        away = self._away
+        if self._selection is not None:
+            is_whole = self._selection.end(made, _kept if away is None else away.packing.put)
+            self._selection = self._selection if is_whole else None
+        if away is None:
+            return
+        packing = away.packing
+        self._packed = [(packing.put(tensor), tensor.is_leaf) for tensor in tensors]
+        if not packing.fits:
+            away.say_too_large()
+            self._selection = None
+            packing.begin_again()
+            self._packed = [(packing.put(tensor), tensor.is_leaf) for tensor in tensors]
+        if packing.fits:
+            self.has_arguments = True
+            self._call = away.end_forward(owner)
+        else:
+            self._away = None
+
+    def begin_backward(self) -> None:
+        """See ``CallSaving``."""
+        if self._away is not None:
+            self._away.begin_backward(self._call)
+
+    def arguments(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """See ``CallSaving``."""
+        return [self._argument(*packed) for packed in self._packed] if self.has_arguments else saved
+
+    def again(self, hooks: Any) -> Any:
+        """See ``CallSaving``."""
+        return hooks if self._selection is None else _Both(hooks, self._selection.again(self._unpacked))
+
+    def release(self) -> None:
+        """See ``CallSaving``."""
+        self._selection, self._packed = None, ()
+
+    def end_backward(self, *, is_over: bool) -> None:
+        """See ``CallSaving``."""
+        if self._away is not None:
+            self._away.end_backward(self._call, is_over=is_over)
+
+    def _argument(self, packed: Any, was_leaf: bool) -> torch.Tensor:  # noqa: FBT001
+        """Return an argument. It is a leaf only if it was one: autocast treats leaves differently."""
+        tensor = self._unpacked(packed)
+        if was_leaf or not tensor.is_leaf or tensor.layout is not torch.strided:  # torch makes no views of others
+            return tensor
+        with torch.enable_grad():
+            return tensor.detach().requires_grad_().view_as(tensor)
+
+    def _unpacked(self, packed: Any) -> torch.Tensor:
+        return packed.unchanged(self._where) if self._away is None else self._away.packing.give(packed)
+
+
+class SendGraph(CallSaving):
+    """Sends what the graph has saved off the device, if it fits; else the call is recomputed."""
+
+    def __init__(self, away: OffloadedCall, learn: Callable[[], None], gone: type[GoneTensor]) -> None:
+        """Args: learn: Called if it would never fit. gone: Class of arguments whose memory has left."""
+        self._away, self._learn, self._gone = away, learn, gone
+        self._call: SavedCall[Handle] | None = None
+
+    @property
+    def is_kept(self) -> bool:  # type: ignore[override]
+        """Whether it fits, as far as forward has come."""
+        return self._away.packing.fits
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it fits."""
+        return self._away.packing.fits
+
+    def hooks(self) -> Any:
+        """See ``CallSaving``."""
+        return self._away.packing.hooks()
+
+    def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
+        """See ``CallSaving``."""
+        if not self._away.packing.fits:
+            if self._away.say_too_large():
+                self._learn()
+            return None
+        self._call = self._away.end_forward(owner)
+        without_values(inner, self._gone)
+        return inner, edges_of(made)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Return no results: recompute makes them again."""
-        return ()
+        """Return indices of results whose memory was saved."""
+        return [i for i, t in enumerate(made) if storage_of(t) in self._away.packing.storages]
+
+    def returned(
+        self, watched: list[tuple[torch.Tensor, int]], results: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Let what was sent watch them: it knows whether they are home."""
+        self._away.watch(self._call, watched)
+        return []
+
+    def begin_backward(self) -> None:
+        """See ``CallSaving``."""
+        self._away.begin_backward(self._call)
+
+    def end_backward(self, *, is_over: bool) -> None:
+        """See ``CallSaving``."""
+        self._away.end_backward(self._call, is_over=is_over)
+
+
+def _kept(tensor: torch.Tensor) -> KeptTensor:
+    return KeptTensor(tensor.detach(), tensor._version)
+
+
+class _Both:
+    """Two contexts as one, entered where this one is."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            self._outer.__exit__(*error)
