@@ -93,7 +93,7 @@ class BackwardGradients:
                 if gradients.has_bucket and not current.loose:
                     self._into_bucket(gradients, current, grads)
                 else:
-                    self._keep_loose(gradients, current, grads)
+                    current.add_loose(grads)
             current.present.update(grads)
         except BaseException:
             self.break_off()
@@ -240,18 +240,6 @@ class BackwardGradients:
         for gradients in self.of.values():
             gradients.open = gradients.unit.ledger.bucket = None
 
-    def _keep_loose(self, gradients: UnitGradients, current: UnitPass, grads: dict[int, torch.Tensor]) -> None:
-        current.take_over()
-        dtypes = gradients.unit.gradient_form.update_dtypes
-        for i, grad in grads.items():
-            known = current.loose.get(i)
-            if known is None:
-                current.loose[i] = grad.to(dtypes[i]) if gradients.unit.spec.is_cut else grad
-            elif known.dtype != grad.dtype:  # a sum of micro-batches, in memory of its own
-                known.add_(grad)
-            else:
-                current.loose[i] = known + grad
-
     def _into_bucket(self, gradients: UnitGradients, current: UnitPass, grads: dict[int, torch.Tensor]) -> None:
         unit = gradients.unit
         bucket, current.made = self._order.collect(unit.ledger, current.made, self._make_room)
@@ -284,29 +272,30 @@ class BackwardGradients:
         gradients.version += 1
         added = current.present & held.keys()
         current.take_over()
-        self._take_norms(gradients, current, added)
+        _take_norms(gradients, current, added)
         self._order.send(unit.ledger, current, is_first=not held)
         gradients.put_handles(current.present - added)
         gradients.open = None  # last, so that gradients are known to be lost if this is interrupted before
         if unit.plan.early and gradients.num_passes == self._accumulation_steps:
             self.on_last(gradients)
 
-    def _take_norms(self, gradients: UnitGradients, current: UnitPass, added: set[int]) -> None:
-        for i in current.present:
-            gradients.norms.pop(i, None)
-        if not self.homes.clipping or gradients.unit.plan.gradients == "device":
-            return  # on the device a norm is taken when it is asked for, as in the plain loop
-        unit = gradients.unit
-        bucket, specs = unit.ledger.bucket, unit.spec.params
-        views = [] if bucket is None else unit.views.bucket(bucket.slot.memory)
-        natives = {
-            i: outermost_first(specs[i], current.loose[i]) if i in current.loose else views[i]
-            for i in current.present - added
-        }
-        dtypes = unit.gradient_form.update_dtypes
-        for batch in _batches(natives, dtypes):
-            values = [native.to(dtypes[i]).reshape(-1) for i, native in batch.items()]
-            gradients.norms.update(zip(batch, kernels.norms(values), strict=True))
+
+def _take_norms(gradients: UnitGradients, current: UnitPass, added: set[int]) -> None:
+    for i in current.present:
+        gradients.norms.pop(i, None)
+    if not gradients.homes.clipping or gradients.unit.plan.gradients == "device":
+        return  # on the device a norm is taken when it is asked for, as in the plain loop
+    unit = gradients.unit
+    bucket, specs = unit.ledger.bucket, unit.spec.params
+    views = [] if bucket is None else unit.views.bucket(bucket.slot.memory)
+    natives = {
+        i: outermost_first(specs[i], current.loose[i]) if i in current.loose else views[i]
+        for i in current.present - added
+    }
+    dtypes = unit.gradient_form.update_dtypes
+    for batch in _batches(natives, dtypes):
+        values = [native.to(dtypes[i]).reshape(-1) for i, native in batch.items()]
+        gradients.norms.update(zip(batch, kernels.norms(values), strict=True))
 
 
 def _over(gradients: weakref.ref[BackwardGradients], task: int, _: object) -> None:

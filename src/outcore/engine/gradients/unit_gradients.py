@@ -59,6 +59,19 @@ class UnitPass:
         for grad in self.loose.values():
             device.hand_over(grad, None)
 
+    def add_loose(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Add gradients to the loose ones, as autograd would."""
+        self.take_over()
+        unit, loose = self.gradients.unit, self.loose
+        for i, grad in grads.items():
+            known = loose.get(i)
+            if known is None:
+                loose[i] = grad.to(unit.gradient_form.update_dtypes[i]) if unit.spec.is_cut else grad
+            elif known.dtype != grad.dtype:  # a sum of micro-batches, in memory of its own
+                known.add_(grad)
+            else:
+                loose[i] = known + grad
+
     @property
     def nbytes(self) -> int:
         """Bytes that the pass gave."""

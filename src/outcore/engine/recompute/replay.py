@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from outcore.device.device import Device
-from outcore.engine.recompute.attributes import Attributes, Content, SavedTensor, mutable_in, saved_buffers
+from outcore.engine.recompute.attributes import Attributes, SavedContainer, SavedTensor, mutable_in, saved_buffers
 from outcore.engine.recompute.randomness import GlobalRandom
 from outcore.torch_private import set_switches, switches
 
@@ -80,7 +80,7 @@ class ForwardState:
         """Drop copies of tensors that forward left alone, except small ones."""
         around = self._around
         for tensor in self._tensors:
-            if tensor.drop_if_unchanged(by_value=around.changes_silently or self._is_thorough):
+            if tensor.drop_if_unchanged(around.where, by_value=around.changes_silently or self._is_thorough):
                 around.changes_silently = True
         around.draws_from_numpy = around.draws_from_numpy or self._random.numpy_has_moved
         self._retained = list(map(weakref.ref, around.attributes.retained(self._attributes)))
@@ -132,7 +132,7 @@ def _default_device() -> torch.device:
     return torch.empty(0).device  # a tenth of what torch.get_default_device() takes
 
 
-def _put_back(contents: Sequence[Content], tensors: Sequence[SavedTensor], where: str) -> None:
+def _put_back(contents: Sequence[SavedContainer], tensors: Sequence[SavedTensor], where: str) -> None:
     for content in contents:
         content.put_back()
     for tensor in tensors:
