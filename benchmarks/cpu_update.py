@@ -28,8 +28,7 @@ from collections.abc import Callable
 import torch
 from measuring import context, spread
 
-from outcore.engine.updates.block_sizes import TRIALS
-from outcore.engine.updates.workers import UpdateWorkers
+from outcore.engine.updates.workers import TRIALS, UpdateWorkers
 from outcore.optim import Lion
 from outcore.optim.compact import close_masters
 from outcore.optim.formats import Codes, codes_of

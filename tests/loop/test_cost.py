@@ -25,7 +25,7 @@ from outcore.planner.homes.pools import Comfort
 from .rig import DEVICE, WIDTH, Tower, adamw, batch, make, prepared, train
 
 MOST_CALLS = {"device": 715, "plain": 60, "host": 810, "away": 960}  # per unit and step: a little more than measured
-MOST_FILES = {"forward": 27, "gradient home": 17, "update on the host": 40, "fetch from disk": 19, "prepare": 91}
+MOST_FILES = {"forward": 25, "gradient home": 16, "update on the host": 39, "fetch from disk": 19, "prepare": 90}
 KIND = pytest.mark.parametrize("kind", ["device", "plain", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
 SHORT, LONG = 3, 8  # blocks
@@ -88,7 +88,7 @@ def test_calls_per_unit_whose_activations_leave(tmp_path, monkeypatch):
 
 
 class Entered:
-    """Counts outcore's files that are entered, also by lanes; on this thread only beneath some runtime functions."""
+    """Counts outcore's files that are entered, also by lanes; on this thread only beneath some engine functions."""
 
     def __init__(self) -> None:
         self.thread, self.is_on, self.beneath, self.depth = threading.get_ident(), False, (), 0
@@ -98,7 +98,7 @@ class Entered:
         if not self.is_on or event not in ("call", "return") or not path.startswith(COUNTED[0]):
             return
         is_here = threading.get_ident() == self.thread
-        if is_here and frame.f_code.co_name in self.beneath and "runtime" in path:
+        if is_here and frame.f_code.co_name in self.beneath and f"{os.sep}engine{os.sep}" in path:
             self.depth += 1 if event == "call" else -1
         if event == "call" and (not is_here or self.depth or not self.beneath):
             self.files.add(path)

@@ -15,16 +15,18 @@ import torch
 
 from outcore.core.errors import UnsupportedError
 from outcore.engine.updates import workers as workers_module
-from outcore.engine.updates.block_sizes import (
+from outcore.engine.updates.workers import (
     LEAST_BYTES,
+    LEAST_SHARE_NUMEL,
     MOST_BYTES,
     TOLD_NUMEL,
     TRIALS,
     USUAL_BYTES,
     BlockSizes,
+    UpdateWorkers,
     kind_of,
+    worker_cpus,
 )
-from outcore.engine.updates.workers import LEAST_SHARE_NUMEL, UpdateWorkers, worker_cpus
 from outcore.memory.topology import Node, Topology, read_topology
 from outcore.optim.blocks import StoppedError
 

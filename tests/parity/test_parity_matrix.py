@@ -44,7 +44,7 @@ def test_many_steps(kind: str, *, early: bool, tmp_path: Path) -> None:
 )
 def test_updates_in_many_blocks(name: str, optimizer: str, precision: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Large parameters have many blocks; here blocks have 64 elements, since all of a small one would fit into one."""
-    monkeypatch.setattr("outcore.engine.updates.block_sizes.USUAL_BYTES", 256)
+    monkeypatch.setattr("outcore.engine.updates.workers.USUAL_BYTES", 256)
     streamed, real = list[bool](), blocks._stream
     monkeypatch.setattr(blocks, "_stream", lambda *given: streamed.append(real(*given)) or streamed[-1])
     case = Case(name, "mixed", Setting(precision=precision, micro_batches=2, optimizer=optimizer))

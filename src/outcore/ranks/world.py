@@ -4,43 +4,30 @@
 order on all ranks, and lanes run side by side. Bytes in host memory go over gloo, bytes on a GPU over NCCL. Agreements
 from the caller's thread have a group of their own, too. On a GPU, a lane's stream is ordered after what the lane waits
 for, but its thread is not. So before ranks meet over host memory, the thread waits for the stream.
-
-[Note: tags] A collective only sees bytes: if one rank reads a gradient and another a norm, each would get what the
-other sent. So ranks first send and compare a tag that says what they are about to do, and with what. A rank that failed
-in what all do together says so by a tag of its own, wherever the others are.
 """
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 import pickle
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from outcore.core.errors import ConfigError, OutcoreError
+from outcore.core.errors import ConfigError
 from outcore.core.ranks import TIMEOUT, OtherRankError, launched
 from outcore.device.device import Device
 from outcore.device.opening import backends
-from outcore.ranks.groups import Groups, LaneGroups, Notes, gather_single
+from outcore.ranks.groups import Groups, LaneGroups, gather_single
+from outcore.ranks.meeting import Meeting, timeout_s
 from outcore.spec.lane_names import Lane
 
 T = TypeVar("T")
-
-_NAME_BYTES, _DIGEST_BYTES = 120, 8
-"""Sizes of the two parts of a tag."""
-_FAILED = "fail"
-_SHORT_S, _LONG_S, _GRACE_S = 2e-5, 1e-3, 1.0
-_MOST_S = 1e9
-"""Longest time for which a rank may wait for the others: 30 years, which fit into a ``timedelta``."""
 
 
 class World:
@@ -49,17 +36,14 @@ class World:
     def __init__(self) -> None:
         """Make the group for agreements. A collective."""
         self.rank, self.size, self.local_size = distributed.get_rank(), num_ranks(), num_local_ranks()
-        self.failure: OtherRankError | None = None
-        """Why ranks have lost one another; None if they have not."""
         self.num_steps = 0
         """Steps that were begun."""
-        self._notes = Notes(self.rank, self.size)
-        self.note = self._notes.note
-        """Writes down what this rank begins, for errors of ranks that wait for it in vain."""
         self._groups, self._is_kept = Groups(datetime.timedelta(seconds=timeout_s())), False
+        self._meeting = Meeting(self.rank, self.size, self._groups)
+        self.note = self._meeting.notes.note
+        """Writes down what this rank begins, for errors of ranks that wait for it in vain."""
         self.note("prepare")
-        with self._doing("call prepare"):
-            self._control = self._groups.new("gloo")
+        self._meeting.begin()
         self._cuts: dict[tuple[int, bool], LaneGroups] = {}
         """Groups by number of ranks that share weights: of these ranks (True), or those with the same part (False)."""
         self.last_step = ""
@@ -67,10 +51,15 @@ class World:
         self._know_sockets()
         self.local_size = max(self.all_of(self.local_size))  # all must take the same way, also if nodes differ
 
+    @property
+    def failure(self) -> OtherRankError | None:
+        """Why ranks have lost one another; None if they have not."""
+        return self._meeting.failure
+
     def join_lanes(self, device: Device) -> None:
         """Make the groups of lanes. A collective. Args: device: This rank's; its lanes hang up when they close."""
         self.all_of(None)  # no rank begins before all are here
-        with self._doing("make groups of lanes"):
+        with self._meeting.doing("make groups of lanes"):
             self._reduce = LaneGroups(self._groups.new, device.group_backend)
             self._save = self._groups.new("gloo")
             self._cuts[1, False] = LaneGroups(self._groups.new, device.group_backend)
@@ -94,7 +83,7 @@ class World:
         except BaseException as error:
             self._is_kept = False
             if isinstance(error, Exception):
-                self._tell(f"{call}: expected all ranks to go on, but rank {self.rank} said: {error}")
+                self._meeting.tell(f"{call}: expected all ranks to go on, but rank {self.rank} said: {error}")
             else:
                 self._groups.hang_up()
             self.close()
@@ -106,7 +95,7 @@ class World:
         within = [range(first, first + num_sharers) for first in range(0, self.size, num_sharers)]
         across = [range(first, self.size, num_sharers) for first in range(num_sharers)]
         mine = partial(_mine, self._groups.new, self._reduce.backend, self.rank)
-        with self._doing("make groups of ranks that share weights"):
+        with self._meeting.doing("make groups of ranks that share weights"):
             self._cuts[num_sharers, True] = mine(within)
             if num_sharers < self.size:
                 self._cuts[num_sharers, False] = mine(across)
@@ -116,10 +105,11 @@ class World:
         """Destroy the groups, unless ``kept`` keeps them. Nothing may be under way. Idempotent."""
         if self._is_kept:
             return
-        self.note("outcore.close") if self.failure is None else self._groups.hang_up()
+        self.note("outcore.close") if self._meeting.failure is None else self._groups.hang_up()
         self._groups.close()
         self._cuts.clear()
-        for last in ("_control", "_reduce", "_save"):  # the last reference to a group frees its threads and sockets
+        self._meeting.control = None
+        for last in ("_reduce", "_save"):  # the last reference to a group frees its threads and sockets
             vars(self).pop(last, None)
 
     # From the caller's thread.
@@ -131,8 +121,9 @@ class World:
 
     def all_of(self, value: T) -> list[T]:
         """The values of all ranks, in rank order. Blocks until all ranks have given one."""
-        with self._doing("say what they have"):
-            return [pickle.loads(said) for said in self._meet("say what they have", self._control, pickle.dumps(value))]
+        what, meeting = "say what they have", self._meeting
+        with meeting.doing(what):
+            return [pickle.loads(said) for said in meeting.meet(what, meeting.control, pickle.dumps(value))]
 
     def from_first(self, value: T) -> T:
         """Rank 0's value, on all ranks. A collective."""
@@ -140,15 +131,19 @@ class World:
 
     def say(self, what: str) -> None:
         """Wait until all ranks have come here. Args: what: What all of them do, for errors."""
-        with self._doing(what, self._control):
+        with self._meeting.doing(what, self._meeting.control):
             pass
 
     def copy_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor, in host memory, with its elements in memory in the same order as there. A collective."""
         here = tensor.detach().to("cpu", copy=True)
         if here.numel():
-            with self._doing("receive a tensor of rank 0", self._control, f"{here.dtype} {here.numel()}"):
-                self._wait_for(distributed.broadcast(_bytes_of(here), src=0, group=self._control, async_op=True))
+            with self._meeting.doing(
+                "receive a tensor of rank 0", self._meeting.control, f"{here.dtype} {here.numel()}"
+            ):
+                self._meeting.wait_for(
+                    distributed.broadcast(_bytes_of(here), src=0, group=self._meeting.control, async_op=True)
+                )
         return here
 
     def gather_parts(self, mine: torch.Tensor, numels: list[int], what: str) -> torch.Tensor:
@@ -163,9 +158,9 @@ class World:
         room = torch.zeros(most, dtype=mine.dtype, device="cpu")
         room[: mine.numel()] = mine
         found = torch.empty(most * self.size, dtype=mine.dtype, device="cpu")
-        with self._doing(what, self._control, f"{mine.dtype} {numels}"):
+        with self._meeting.doing(what, self._meeting.control, f"{mine.dtype} {numels}"):
             if most:
-                self._gather_bytes(_bytes_of(found), _bytes_of(room), self._control)
+                self._meeting.gather_bytes(_bytes_of(found), _bytes_of(room), self._meeting.control)
         return torch.cat([part[:numel] for part, numel in zip(found.split(most or 1), numels, strict=False)])
 
     # On lanes.
@@ -181,7 +176,7 @@ class World:
         """
         mine = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         found = torch.empty(len(bits) * self.size, dtype=torch.uint8, device="cpu")
-        with self._doing(f"exchange gradients of unit '{unit}' on lane {Lane.REDUCE.value}"):
+        with self._meeting.doing(f"exchange gradients of unit '{unit}' on lane {Lane.REDUCE.value}"):
             gather_single(found, mine, group=self._reduce.host)
             self._reduce.exchange(received, bucket)
         return [part.numpy().tobytes() for part in found.split(len(bits))]
@@ -189,8 +184,8 @@ class World:
     def all_have_saved(self, value: T) -> list[T]:
         """Do the same as ``all_of``, on the save lane."""
         what = f"end their part of a checkpoint on lane {Lane.SAVE.value}"
-        with self._doing(what):
-            return [pickle.loads(said) for said in self._meet(what, self._save, pickle.dumps(value))]
+        with self._meeting.doing(what):
+            return [pickle.loads(said) for said in self._meeting.meet(what, self._save, pickle.dumps(value))]
 
     @property
     def facts(self) -> str:
@@ -209,7 +204,7 @@ class World:
         if new.is_cpu:
             self._settle()
         place, run = self.rank // num_sharers, new.numel() * num_sharers // self.size
-        with self._doing(
+        with self._meeting.doing(
             f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._cuts[1, False].host, facts
         ):
             self._cuts[num_sharers, False].gather(new, new[place * run : (place + 1) * run])
@@ -222,7 +217,7 @@ class World:
         self._settle()
         run, mine = copy.numel() // self.size, range(self.rank % num_sharers, self.size, num_sharers)
         runs = [copy[rank * run : (rank + 1) * run] for rank in mine]
-        with self._doing(
+        with self._meeting.doing(
             f"gather weights of unit '{unit}' on lane {Lane.GATHER.value}", self._cuts[1, False].host, facts
         ):
             if len(runs) > 1:
@@ -233,7 +228,7 @@ class World:
     def meet(self, facts: str, what: str) -> None:
         """Wait on the lane until all ranks have come here. Args: as for ``gather``. what: What all do, for errors."""
         self._settle()
-        with self._doing(f"{what} on lane {Lane.GATHER.value}", self._cuts[1, False].host, facts):
+        with self._meeting.doing(f"{what} on lane {Lane.GATHER.value}", self._cuts[1, False].host, facts):
             pass
 
     def all_gather(
@@ -248,122 +243,15 @@ class World:
             num_sharers: Number of ranks that share the weights.
         """
         links = self._cuts[num_sharers, True]
-        with self._doing(f"all-gather weights of unit '{unit}' on lane {Lane.LINK.value}", links.host, facts):
+        with self._meeting.doing(f"all-gather weights of unit '{unit}' on lane {Lane.LINK.value}", links.host, facts):
             for whole, run in pieces:
                 links.gather(whole, run)
-
-    # For errors.
-
-    @contextmanager
-    def _doing(self, what: str, group: Any = None, facts: str = "") -> Iterator[None]:
-        """Check that all ranks do the same, and turn errors of torch's groups into ours.
-
-        Args:
-            what: What all do, for errors, after *expected all ranks to*.
-            group: Group in which to compare tags; None if what is sent has a tag of its own. See [Note: tags].
-            facts: Other facts that must be the same.
-        """
-        if self.failure is not None:  # do not wait a second time
-            raise self.failure
-        try:
-            if group is not None:
-                self._meet(what, group, facts=facts)
-            yield
-        except OutcoreError:
-            raise
-        except RuntimeError as error:
-            lost = OtherRankError(
-                f"rank {self.rank}: expected all ranks to {what}, but one has ended, or did not come within "
-                f"{timeout_s():g} s ({TIMEOUT}). Last seen: {self._notes.last_seen()}. Look at what these ranks say, "
-                f"end all, and go on from what was saved. ({type(error).__name__}: {error})"
-            )
-            raise self._lose(lost) from error
-
-    def _meet(self, what: str, group: Any, said: bytes = b"", *, facts: str = "") -> list[bytes]:
-        """Exchange texts, after comparing tags. Returns the texts of all ranks of the group. See [Note: tags]."""
-        name = what.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-        tag = name + hashlib.sha256(f"{what}\0{facts}".encode()).digest()[:_DIGEST_BYTES]
-        tags = self._all_bytes(tag + len(said).to_bytes(8, "little"), group)
-        sizes = [int.from_bytes(theirs[-8:], "little") for theirs in tags]
-        has_failed = [theirs[:_NAME_BYTES].rstrip(b"\0") == _FAILED.encode() for theirs in tags]
-        different = next((place for place, theirs in enumerate(tags) if theirs[:-8] != tag), None)
-        if different is not None and not any(has_failed):
-            other = distributed.get_process_group_ranks(group)[different]
-            raise self._lose(_different(self.rank, what, other, tags[different]))
-        if not max(sizes):
-            return [b""] * len(tags)
-        rooms = self._all_bytes(said.ljust(max(sizes), b"\0"), group)
-        texts = [room[:size] for room, size in zip(rooms, sizes, strict=True)]
-        if any(has_failed):
-            raise self._lose(OtherRankError(texts[has_failed.index(True)].decode()))
-        return texts
-
-    def _lose(self, error: OtherRankError) -> OtherRankError:
-        """Note that ranks have lost one another. Returns why: the first error, from which others follow.
-
-        Waits on other lanes, here and on the other ranks, end soon; not at once, so that all ranks see what is wrong.
-        """
-        if self.failure is None:
-            self.failure = error
-            ending = threading.Timer(_GRACE_S, self._groups.hang_up)
-            ending.daemon = True
-            with suppress(RuntimeError):  # the interpreter is ending, which closes sockets
-                ending.start()
-        return self.failure
-
-    def _tell(self, text: str) -> None:
-        """Tell the others, where they meet next, that this rank has failed. They may have failed, too."""
-        if self.failure is None:
-            with suppress(OutcoreError), self._doing("say how they failed"):
-                self._meet(_FAILED, self._control, text.encode())
-
-    def _all_bytes(self, mine: bytes, group: Any) -> list[bytes]:
-        """The bytes of all ranks of a group; each gives equally many."""
-        found = torch.empty(len(mine) * distributed.get_world_size(group), dtype=torch.uint8, device="cpu")
-        self._gather_bytes(found, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group)
-        return [part.numpy().tobytes() for part in found.split(len(mine))]
-
-    def _gather_bytes(self, found: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
-        if group is self._control:
-            self._wait_for(gather_single(found, mine, group=group, async_op=True))
-        else:  # on a lane, whose thread may block
-            gather_single(found, mine, group=group)
-
-    def _wait_for(self, work: Any) -> None:
-        """Wait for a collective. A Ctrl-C ends the wait, and so do errors on lanes. See [Note: hanging up]."""
-        pause_s = _SHORT_S
-        try:
-            while not work.is_completed() and self.failure is None:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONG_S)
-        except BaseException:
-            self.failure = OtherRankError(f"rank {self.rank}: expected all ranks to meet, but this one was interrupted")
-            self._groups.hang_up()
-            raise
-        if self.failure is not None:  # noticed on a lane
-            raise self.failure
-        work.wait()
 
 
 def _mine(new: Callable[..., Any], backend: str, rank: int, groups: Sequence[Sequence[int]]) -> LaneGroups:
     """Make all groups, as all ranks must. Returns the one that this rank is in."""
     made = [LaneGroups(partial(new, ranks=ranks), backend) for ranks in groups]
     return next(links for links, ranks in zip(made, groups, strict=True) if rank in ranks)
-
-
-def _different(rank: int, what: str, other: int, tag: bytes) -> OtherRankError:
-    """The error for tags that differ. Args: rank: This rank. what: What it is about to do. tag: The other rank's."""
-    theirs = tag[:_NAME_BYTES].rstrip(b"\0").decode(errors="replace")
-    differ = (
-        "settings of param groups, the gradients that are held, what they were multiplied by, or sizes of "
-        f"rank {other} differ from its own"
-    )
-    is_other = theirs.encode() != what.encode()[:_NAME_BYTES]
-    return OtherRankError(
-        f"rank {rank}: expected all ranks to {what} with the same settings, but "
-        f"{f'rank {other} was about to {theirs}' if is_other else differ}; all ranks must make the same calls in the "
-        "same order: end all, and go on from what was saved"
-    )
 
 
 def join_world(torch_device: torch.device | str | None) -> bool:
@@ -408,22 +296,6 @@ def num_local_ranks() -> int:
     """Number of ranks on this node, if the launcher says it; otherwise of all ranks."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and int(text) and num_ranks() > 1 else num_ranks()
-
-
-def timeout_s() -> float:
-    """How long a rank waits for the others.
-
-    Raises:
-        ConfigError: The environment variable is not a positive number, or above ``_MOST_S``.
-    """
-    text = os.environ.get(TIMEOUT, "1800")
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= _MOST_S:  # a NaN is refused, too
-        raise ConfigError(f"{TIMEOUT}: expected a number of seconds up to {_MOST_S:g}, but got {text!r}")
-    return value
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

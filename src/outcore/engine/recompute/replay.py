@@ -30,6 +30,8 @@ class CapturedState:
         self.modules, self.device, self.where = modules, device, where
         self.attributes = Attributes(modules)
         self.registered = [place for m in modules for place in (m._parameters, m._buffers)]
+        self.kinds = dict.fromkeys(("cpu", device.torch_device.type))
+        """Kinds of devices, each of which has an autocast mode."""
         self.draws_from_numpy = False
         self.changes_silently = device.computes_on_host
         """Whether buffers are compared by value after each forward.
@@ -51,8 +53,7 @@ class ForwardState:
         self._around, self._is_thorough = around, around.draws_from_numpy
         self._rng = around.device.rng_state()
         self._random = GlobalRandom(is_thorough=self._is_thorough)
-        self._kinds = dict.fromkeys(("cpu", around.device.torch_device.type))
-        self._autocast = _autocast_modes(self._kinds)
+        self._autocast = _autocast_modes(around.kinds)
         self.caches_casts = torch.is_autocast_cache_enabled()
         """Whether autocast caches casts for the unit's caller."""
         self._default_device, self._switches = _default_device(), switches()
@@ -101,7 +102,7 @@ class ForwardState:
             around.attributes.put_back(self._attributes)
             _put_back(self._contents, self._tensors, around.where)
             with (
-                _autocast([] if self._autocast == _autocast_modes(self._kinds) else self._autocast),
+                _autocast([] if self._autocast == _autocast_modes(around.kinds) else self._autocast),
                 self._as_default(),
                 nullcontext() if self._switches == switches() else _switched(self._switches),
             ):

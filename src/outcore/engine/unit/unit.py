@@ -48,7 +48,6 @@ class Unit:
         self.name = spec.name  # fully qualified name of the module; "" for the root
         self.label = ledger.name  # for messages
         self.num_trainable = len(spec.trainable)  # they come first in ``params``
-        self.modules = list(module.modules()) if spec.name else []
         self.views = Views(spec, ledger.state_specs, ledger.cut)
         self.presence = Presence(
             self.label,
@@ -62,6 +61,11 @@ class Unit:
         self.steps = [0] * self.num_trainable
         self.weights_version = 0
         self.states_version = 0
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The unit's module and those inside of it; none of the root."""
+        return list(self.module.modules()) if self.name else []
 
     def device_buffer(self) -> Buffer | None:
         """Return where the weights are on the device now, or None if they are not."""
@@ -159,17 +163,17 @@ class Presence:
         """Whether parameters that are at home are shown only to calls of their unit."""
         self._lent: list[type[Parameter]] = []
         """Classes of withdrawn parameters while they are shown."""
-        self._visible = Beneath.AT_HOME if is_resident else Beneath.BOUND
         self.watch = EditWatch(params, is_resident=is_resident, has_master=has_master)
         self._nothing: dict[torch.device, list[torch.Tensor]] = {}
 
     def show(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make the parameters views of their home on the device, or of the slot where calls use them."""
-        self._check(self._visible)
+        visible = Beneath.AT_HOME if self.watch.is_resident else Beneath.BOUND
+        self._check(visible)
         self.is_withdrawn = False
         self._point_at(tensors)
         self.watch.begin()
-        self.now = self._visible  # last, so that after an interruption the parameters are shown again
+        self.now = visible  # last, so that after an interruption the parameters are shown again
 
     def hide(self, *, device: torch.device | None = None) -> None:
         """Make the parameters absent. With ``device`` they become views of a NaN there; else their bytes stay."""
@@ -232,7 +236,7 @@ class EditWatch:
 
     def __init__(self, params: Sequence[Parameter], *, is_resident: bool, has_master: bool) -> None:
         """Args: is_resident: The user may edit the home itself. has_master: A master must follow such edits."""
-        self._params, self._is_resident = params, is_resident
+        self._params, self.is_resident = params, is_resident
         self.is_shared = False
         """True if parameters may change in place unseen: by the unit in forward, or by a caller that kept ``data``."""
         self.versions: list[int] = []
@@ -251,7 +255,7 @@ class EditWatch:
 
     def note_versions(self) -> None:
         """Take all edits of the home so far as known."""
-        if self._is_resident:
+        if self.is_resident:
             self.touched.clear()
             self.versions = [p._version for p in self._params]
 
