@@ -27,8 +27,8 @@ def test_takes_what_there_is_and_no_more():
     room = ActivationRoom(100)
     first, second = room.lease(60), room.lease(40)
     assert (room.free_bytes, room.lease(1)) == (0, None)
-    first.release()
-    first.release()
+    first.give_back()
+    first.give_back()
     assert room.free_bytes == 60
     del second
     gc.collect()
@@ -49,7 +49,7 @@ def test_goes_back_in_backward_or_with_the_graph():
 
     def result() -> torch.Tensor:
         made = torch.ones(2, requires_grad=True) * 2
-        made.grad_fn.register_prehook(room.lease(60).release_in_backward)
+        made.grad_fn.register_prehook(room.lease(60).give_back_in_backward)
         return made.sum()
 
     kept = result()
@@ -93,7 +93,7 @@ def test_larger_arguments_close_it_until_a_step_in_which_nothing_was_kept():
     meter.peak = 600
     room.end_step()
     assert room.free_bytes == 0, "this step had kept something, so its peak says nothing"
-    lease.release()
+    lease.give_back()
     meter.peak = 160
     room.end_step()
     assert room.free_bytes == 1000 - 180

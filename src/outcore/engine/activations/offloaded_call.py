@@ -93,8 +93,8 @@ class _OffloadedView(StoredForm):
     is_changed: bool
     tensor: torch.Tensor | None
 
-    def let_go(self) -> None:
-        """Let go of the tensor: its bytes have been copied, so later changes do not matter."""
+    def free(self) -> None:
+        """Free the tensor: its bytes have been copied, so later changes do not matter."""
         if self.tensor is not None:
             self.is_changed = self.tensor._version != self.version
             self.tensor = None
@@ -136,12 +136,12 @@ class _Packing:
             self._staying.add(storage_of(buffer.bytes))
         if torch.is_autocast_enabled(self._device.type):
             self._params = {id(p): i for i, p in enumerate(self._unit.params)}
-        hooks = hooks_on_saved(self._unit, self._keep, self.give)
+        hooks = hooks_on_saved(self._unit, self._keep, self.unpack)
         return _Settling(hooks, self) if self._params else hooks
 
     def _keep(self, tensor: torch.Tensor) -> Any:
         cast = self._cast(tensor) if self._params else None
-        return cast or (self._by_place[0](tensor) or self.put(tensor) if self.fits else None)
+        return cast or (self._by_place[0](tensor) or self.pack(tensor) if self.fits else None)
 
     def _cast(self, tensor: torch.Tensor) -> SavedCast | None:
         weight = cast_of(tensor)
@@ -156,11 +156,11 @@ class _Packing:
         for cast in self._casts:
             tensor, cast.tensor, weight = cast.tensor, None, cast.weight
             is_changed = weight._version != cast.version or self._params[id(weight)] in touched
-            cast.instead = self.put(tensor) if is_changed and tensor is not None else None
+            cast.instead = self.pack(tensor) if is_changed and tensor is not None else None
         self._casts.clear()
 
-    def put(self, tensor: torch.Tensor) -> Any:
-        """Store a tensor that is no weight. Returns what ``give`` takes; None: nothing fits any more."""
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Store a tensor that is no weight. Returns what ``unpack`` takes; None: nothing fits any more."""
         if not self.fits:
             return None
         if tensor.is_neg():
@@ -217,7 +217,7 @@ class _Packing:
         self.drop()
         self._ends, self.fits = [0, 0], True
 
-    def give(self, packed: Any) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
         """Return what was stored, wherever it is."""
         if packed is None:
             raise UnsupportedError(escaped(self._where))
@@ -226,7 +226,7 @@ class _Packing:
         if isinstance(packed, KeptTensor):
             return packed.unchanged(self._where)
         if isinstance(packed, SavedCast):
-            return packed.again() if packed.instead is None else self.give(packed.instead)
+            return packed.again() if packed.instead is None else self.unpack(packed.instead)
         if packed.is_changed or (packed.tensor is not None and packed.tensor._version != packed.version):
             raise UnsupportedError(changed(packed.size, self._where))
         if packed.tensor is not None:
@@ -235,10 +235,10 @@ class _Packing:
             raise UnsupportedError(escaped(self._where))
         return packed.again(self.memory)
 
-    def let_go(self) -> None:
-        """Let go of all storages: they are home."""
+    def free(self) -> None:
+        """Free all storages: they are home."""
         for view in self._views:
-            view.let_go()
+            view.free()
         self.storages.clear()
 
 
@@ -293,7 +293,7 @@ class OffloadedCall:
         return self._owner is not None and self._owner.lives
 
     def leave(self, target: ByteSpan) -> Callable[[], None]:
-        """Return the deed that copies its own storages to where they rest, or to a slot on the way there."""
+        """Return the work that copies its own storages to where they rest, or to a slot on the way there."""
         storages, into = self.packing.storages.values(), target.memory.bytes
         mine = [(memory, start) for memory, start, lender in storages if lender is None]
         pairs = [(into[start : start + memory.numel()], memory) for memory, start in mine]
@@ -308,7 +308,7 @@ class OffloadedCall:
         """See ``order.activations.SavedActivations``."""
         self.is_held = False
         self._is_changed, self._returned = self._has_changed(), []
-        self.packing.let_go()
+        self.packing.free()
 
     def give_up(self) -> None:
         """See ``order.activations.SavedActivations``."""

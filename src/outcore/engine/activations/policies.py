@@ -13,13 +13,7 @@ from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.engine.activations.offloaded_call import CallOffloader
 from outcore.engine.activations.room import ActivationRoom, Lease, SharedArguments
-from outcore.engine.activations.saved import (
-    by_place,
-    escaped,
-    gone_class,
-    hooks_on_saved,
-    storage_of,
-)
+from outcore.engine.activations.saved import by_place, escaped, gone_class, hooks_on_saved, storage_of
 from outcore.engine.activations.saving import CallSaving, DropGraph, Graph, KeepGraph, SendGraph, edges_of
 from outcore.engine.activations.selection import Selection
 from outcore.engine.unit.unit import Unit
@@ -145,7 +139,7 @@ class KeepUntilFull(CallSaving, SavedBytesCounter):
     def _keep(self, tensor: torch.Tensor) -> _SavedEntry:
         if self.is_kept and not self._lease.grow(self.add(tensor)):
             self.is_kept = False
-            self._lease.release()
+            self._lease.give_back()
             for saved in self._saved:
                 saved.content = None
         saved = _SavedEntry(self._pack(tensor) if self.is_kept else None)

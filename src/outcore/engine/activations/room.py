@@ -49,18 +49,18 @@ class Lease:
         self._room.take(nbytes)
         return True
 
-    def release(self) -> None:
+    def give_back(self) -> None:
         """Give all back. Idempotent."""
         nbytes, self.nbytes = self.nbytes, 0
-        self._room.give(nbytes)
+        self._room.give_back(nbytes)
 
-    def release_in_backward(self, *_: object) -> None:
+    def give_back_in_backward(self, *_: object) -> None:
         """Give all back, as a hook of a node: what it and earlier ones saved goes now, unless the graph is retained."""
         if not keeps_graph():
-            self.release()
+            self.give_back()
 
     def __del__(self) -> None:
-        self.release()
+        self.give_back()
 
 
 class ActivationRoom:
@@ -86,7 +86,7 @@ class ActivationRoom:
         self.taken_bytes += nbytes
         self._was_used = True
 
-    def give(self, nbytes: int) -> None:
+    def give_back(self, nbytes: int) -> None:
         """Count bytes as free again."""
         self.taken_bytes -= nbytes
 

@@ -83,17 +83,17 @@ def gone_class(where: str) -> type[GoneTensor]:
 
 
 def without_values(tensors: Sequence[torch.Tensor], gone: type[GoneTensor]) -> None:
-    """Let go of the memory of leaves: what backward needs of them was saved."""
+    """Free the memory of leaves: what backward needs of them was saved."""
     for leaf in tensors:
         if leaf.requires_grad and leaf.grad_fn is None and leaf.layout is torch.strided:
             for tensor in (leaf, leaf._base):  # the base of a view holds the memory as well
                 if tensor is not None:
-                    let_go_of_values(tensor)
+                    free_values(tensor)
             leaf.__class__ = gone
 
 
-def let_go_of_values(tensor: torch.Tensor) -> None:
-    """Let go of a tensor's memory, which goes if nothing else holds it. Shape, node and version stay."""
+def free_values(tensor: torch.Tensor) -> None:
+    """Free a tensor's memory, which goes if nothing else holds it. Shape, node and version stay."""
     tensor.data = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 

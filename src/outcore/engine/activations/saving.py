@@ -14,7 +14,7 @@ from outcore.engine.activations.saved import (
     GoneTensor,
     KeptTensor,
     drop_saved,
-    let_go_of_values,
+    free_values,
     save_weights_by_place,
     storage_of,
     without_values,
@@ -81,8 +81,8 @@ class CallSaving:
         """Return the arguments of a recomputed call. Args: saved: What autograd has kept of them."""
         return saved
 
-    def again(self, hooks: Any) -> Any:
-        """Return the context to run the block again under. Args: hooks: A context that is entered, too."""
+    def recompute_hooks(self, hooks: Any) -> Any:
+        """Return the context in which the block runs again. Args: hooks: A context that is entered, too."""
         return hooks
 
     def release(self) -> None:
@@ -146,7 +146,7 @@ def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without memory that shares the version counter."""
     alias = tensor.detach()
     if storage_of(alias):
-        let_go_of_values(alias)
+        free_values(alias)
     return alias
 
 
@@ -194,17 +194,17 @@ class DropGraph(CallSaving):
         tensors, self._tensors = self._tensors, ()
         away = self._away
         if self._selection is not None:
-            is_whole = self._selection.end(made, _kept if away is None else away.packing.put)
+            is_whole = self._selection.end(made, _kept if away is None else away.packing.pack)
             self._selection = self._selection if is_whole else None
         if away is None:
             return
         packing = away.packing
-        self._packed = [(packing.put(tensor), tensor.is_leaf) for tensor in tensors]
+        self._packed = [(packing.pack(tensor), tensor.is_leaf) for tensor in tensors]
         if not packing.fits:
             away.say_too_large()
             self._selection = None
             packing.begin_again()
-            self._packed = [(packing.put(tensor), tensor.is_leaf) for tensor in tensors]
+            self._packed = [(packing.pack(tensor), tensor.is_leaf) for tensor in tensors]
         if packing.fits:
             self.has_arguments = True
             self._call = away.end_forward(owner)
@@ -220,9 +220,9 @@ class DropGraph(CallSaving):
         """See ``CallSaving``."""
         return [self._argument(*packed) for packed in self._packed] if self.has_arguments else saved
 
-    def again(self, hooks: Any) -> Any:
+    def recompute_hooks(self, hooks: Any) -> Any:
         """See ``CallSaving``."""
-        return hooks if self._selection is None else _Both(hooks, self._selection.again(self._unpacked))
+        return hooks if self._selection is None else _Both(hooks, self._selection.recompute(self._unpacked))
 
     def release(self) -> None:
         """See ``CallSaving``."""
@@ -242,7 +242,7 @@ class DropGraph(CallSaving):
             return tensor.detach().requires_grad_().view_as(tensor)
 
     def _unpacked(self, packed: Any) -> torch.Tensor:
-        return packed.unchanged(self._where) if self._away is None else self._away.packing.give(packed)
+        return packed.unchanged(self._where) if self._away is None else self._away.packing.unpack(packed)
 
 
 class SendGraph(CallSaving):

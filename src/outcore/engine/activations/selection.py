@@ -14,7 +14,7 @@ from outcore.torch_private import TorchDispatchMode, pytree
 
 
 class Selection:
-    """Results of one forward's operations that may be dear, in their order."""
+    """Results of one forward's operations that may be expensive, in their order."""
 
     def __init__(self, where: str) -> None:
         """Args: where: For errors."""
@@ -53,7 +53,7 @@ class Selection:
         self.calls = packed
         return True
 
-    def again(self, unpack: Callable[[Any], torch.Tensor]) -> TorchDispatchMode:
+    def recompute(self, unpack: Callable[[Any], torch.Tensor]) -> TorchDispatchMode:
         """Return the mode to run the block again under. Args: unpack: Gives back what ``pack`` stored."""
         return _HandingOut(self.calls, unpack, self._where)
 

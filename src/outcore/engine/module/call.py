@@ -361,7 +361,7 @@ class UnitCall:
         count = None if call.kind is None else self._policy.count(call.kind)
         saving = nullcontext() if count is None else count.hooks()
         if call.saving is not None:
-            saving, saved = call.saving.again(saving), call.saving.arguments(saved)
+            saving, saved = call.saving.recompute_hooks(saving), call.saving.arguments(saved)
         inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
         with call.state.restored(), self._edits.undone(call.edited):
             modes = saving, self._casts.cache_again(was_on=call.state.caches_casts)

@@ -41,7 +41,7 @@ class PlainCall(UnitCall):
 
         def in_backward(*_: object) -> None:
             self._refuse_always()  # as in a recomputed call: what is refused must not depend on room
-            lease.release_in_backward()
+            lease.give_back_in_backward()
 
         result = self._run_as_it_is(args, kwargs)
         tensors: Sequence[torch.Tensor] = (result,)

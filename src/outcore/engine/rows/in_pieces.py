@@ -10,26 +10,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from outcore.core.errors import UnsupportedError
 from outcore.engine.activations.saved import version_of
+from outcore.engine.gradients.passes import BackwardGradients
 from outcore.engine.module.call import Services
 from outcore.engine.module.side_outputs import active_recording, hand_over, recording_apart
 from outcore.engine.recompute.caches import in_training
 from outcore.engine.recompute.structure import Structure, take_apart
-from outcore.engine.rows.parameter_lender import ParameterLender
 from outcore.engine.rows.row_independence import RowIndependence
 from outcore.engine.streamed_weights import make_way
+from outcore.engine.unit.absent import AbsentParameter
 from outcore.engine.unit.unit import Unit
 from outcore.model.equal_calls import stand_in
 from outcore.model.rows import Whole, cut_rows, has_rows, rows_of, sizes_of
 from outcore.model.unit_modules import has_forward
-from outcore.torch_private import as_it_is, order_of, set_order
+from outcore.torch_private import as_it_is, is_executed, order_of, set_order
 
 
 class InPieces:
@@ -42,7 +44,7 @@ class InPieces:
         count: int,
         *,
         are_own: bool = False,
-        lent: Callable[[], AbstractContextManager[None]] = nullcontext,
+        opened: Callable[[], AbstractContextManager[None]] = nullcontext,
         turn: Callable[[], None] | None = None,
         make_way: Callable[[], None] | None = None,
     ) -> None:
@@ -53,11 +55,11 @@ class InPieces:
             apart: Checks that its rows can be cut.
             count: Number of pieces.
             are_own: Whether pieces of arguments get memory of their own.
-            lent: Opens the context that a piece runs in.
+            opened: Opens the context that a piece runs in.
             turn: Called when all pieces have run.
             make_way: Called before rows are tried; lets what earlier calls saved leave.
         """
-        self._apart, self._count, self._lent, self._turn, self._make_way = apart, count, lent, turn, make_way
+        self._apart, self._count, self._opened, self._turn, self._make_way = apart, count, opened, turn, make_way
         self._where, self._are_own = apart.where, are_own
         self._forward = module.forward
         self._anchor = torch.empty(0, device="cpu", requires_grad=True)
@@ -91,7 +93,7 @@ class InPieces:
         recording, begins, results = active_recording(), [self._now()], _Results(sizes, self._where)
         for _ in sizes:
             piece = [column.pop(0) for column in columns]  # not held for longer than its call holds it
-            with self._lent(), recording_apart(recording) as added:
+            with self._opened(), recording_apart(recording) as added:
                 result = self._call(structure, piece)
             results.add((result, added), piece)
             del result, piece
@@ -167,6 +169,73 @@ class _Results:
         )
 
 
+class ParameterStandIns:
+    """Stand-ins for parameters of the root, so that the gradient of each piece is a micro-batch's own.
+
+    Without them autograd would sum over pieces, in the dtype of the parameter.
+    """
+
+    def __init__(self, unit: Unit, gradients: BackwardGradients | None) -> None:
+        """Args: unit: The root. gradients: Takes the gradient of each piece; None: autograd takes it."""
+        self._unit, self._gradients = unit, gradients
+        self._trainable = unit.params[: unit.num_trainable]
+        self._indices = {id(p): i for i, p in enumerate(self._trainable)}
+        # Tells an ordinary backward() from one for chosen inputs.
+        self._anchor = torch.empty(0, device="cpu", requires_grad=True)
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+
+    def of(self, modules: Sequence[nn.Module]) -> Callable[[], Any]:
+        """Return a factory of contexts in which the modules have stand-ins for their trainable parameters."""
+        places = [
+            (module._parameters, name, self._indices[id(param)])
+            for module in modules
+            for name, param in module._parameters.items()
+            if id(param) in self._indices
+        ]
+
+        @contextmanager
+        def replaced() -> Iterator[None]:
+            own = [slots[name] for slots, name, _ in places]
+            try:
+                for slots, name, index in places:
+                    param = self._trainable[index]
+                    if isinstance(param, AbsentParameter):
+                        param.owner.make_present()  # not inside of ``apply``, where it would count as evaluation
+                    if param.requires_grad:
+                        slots[name] = _ParameterStandIn.apply(self, index, self._anchor, param)
+                yield
+            finally:
+                for (slots, name, _), before in zip(places, own, strict=True):
+                    slots[name] = before
+
+        return replaced
+
+    def take(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+        """Take the gradient of one piece. Returns what autograd itself must accumulate."""
+        param = self._trainable[index]
+        if not param.requires_grad:  # frozen since forward
+            return None
+        if self._gradients is None or not is_executed(self._anchor_node) or param._backward_hooks:
+            return grad
+        self._gradients.deposit(self._unit, self._unit.gradient_form.native({index: grad}))
+        return None
+
+
+class _ParameterStandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, stand_ins: ParameterStandIns, index: int, _: torch.Tensor, param: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.stand_ins, ctx.index = stand_ins, index
+        ctx.set_materialize_grads(False)
+        return param.detach()  # shares the version counter: an edit before backward is noticed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        return None, None, None, None if grad is None else ctx.stand_ins.take(ctx.index, grad)
+
+
 def in_pieces(units: Sequence[Unit], count: int, services: Services) -> Iterator[Callable[[], None]]:
     """Replace forwards of units and of modules outside of them. Yields what undoes it. Args: units: The root first."""
     device, order = services.device, services.activations
@@ -175,12 +244,12 @@ def in_pieces(units: Sequence[Unit], count: int, services: Services) -> Iterator
         apart = RowIndependence(unit.module, device, f"unit '{unit.label}'", is_compiled=services.compiling.is_on)
         way = functools.partial(make_way, order, unit, services.weights) if order.homes_are_used else None
         yield stand_in(unit.module, InPieces(unit.module, apart, count, are_own=True, turn=turn, make_way=way))
-    lender = ParameterLender(units[0], services.gradients)
+    stand_ins = ParameterStandIns(units[0], services.gradients)
     inside = {id(module) for unit in units[1:] for module in unit.modules}
     for name, part in _outside(units[0].module, inside, {id(p) for p in units[0].params}):
-        lent = lender.lent_to(list(part.modules()))
+        opened = stand_ins.of(list(part.modules()))
         apart = RowIndependence(part, device, f"module '{name}'", is_compiled=False)
-        yield stand_in(part, InPieces(part, apart, count, lent=lent))
+        yield stand_in(part, InPieces(part, apart, count, opened=opened))
 
 
 def _outside(

@@ -74,7 +74,7 @@ class _EarlyAttempt(Attempt):
     def out_of_place(
         self, grads: ByteSpan, new: tuple[ByteSpan | None, ByteSpan], old: tuple[ByteSpan | None, ByteSpan | None]
     ) -> Callable[[], object]:
-        """Return the deed for the update lane, which makes new states and weights from old ones."""
+        """Return the work for the update lane, which makes new states and weights from old ones."""
         unit, (new_states, old_states, old_weights) = self.gradients.unit, map(_memory, (new[0], *old))
         new_weights: Buffer = new[1].memory
         pieces = pieces_of(
@@ -91,14 +91,14 @@ class _EarlyAttempt(Attempt):
             if i not in self.changes:
                 copies += _carried(unit, i, (new_states, new_weights), (old_states, old_weights))
 
-        def deed() -> object:
+        def work() -> object:
             if not self._is_wanted:
                 return SKIPPED
             run_on(self._workers, pieces)
             copy_all(copies)
             return None
 
-        return deed
+        return work
 
 
 class EarlyUpdates:

@@ -127,19 +127,19 @@ class UnitUpdate:
     def in_place(
         self, grads: ByteSpan, states: ByteSpan | None, weights: ByteSpan, *, is_slot: bool
     ) -> Callable[[], None]:
-        """Return the deed of an update in host memory, which the update lane runs."""
+        """Return the work of an update in host memory, which the update lane runs."""
         held = self.unit.ledger.states.memory if states is None else states.memory  # None, or without bytes
         pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
         copies = self._unchanged(held, weights.memory) if is_slot and held is not None else []
 
-        def deed() -> None:
+        def work() -> None:
             run_on(self._workers, pieces)
             copy_all(copies)
 
-        return deed
+        return work
 
     def staged(self, grads: ByteSpan, states: ByteSpan, weights: ByteSpan, scratch: ByteSpan) -> Callable[[], None]:
-        """Return the deed of an update in a staging slot."""
+        """Return the work of an update in a staging slot."""
         held = states.memory
         pieces = pieces_of(self._gradients, self._changes, grads.memory, held, weights.memory)
         copies = self._unchanged(held, weights.memory) if self.unit.ledger.has_master and held is not None else []
@@ -148,20 +148,20 @@ class UnitUpdate:
         whole = [piece for piece in pieces if piece.is_whole and on_cpu]  # see UpdateWorkers, [Note: whole parameters]
         parts = [piece for piece in pieces if not (piece.is_whole and on_cpu)]
 
-        def deed() -> None:
+        def work() -> None:
             update_blocks(parts, room)
             if whole:
                 run_on(workers, whole)
             copy_all(copies)
 
-        return deed
+        return work
 
     def weights_sent(self) -> None:
         """Hide the parameters, so that a read before the copy is done waits for it."""
         self.unit.presence.hide()
 
     def gather(self, weights: ByteSpan) -> Callable[[], None]:
-        """Return the deed that brings the new runs of other ranks."""
+        """Return the work that brings the new runs of other ranks."""
         world, unit, cut = self._world, self.unit, self.unit.ledger.cut
         if world is None:
             raise AssertionError("weights are gathered by one rank alone")
