@@ -81,7 +81,7 @@ class Counted:
         leave, end_forward = OffloadedCall.leave, ActivationOrder.end_forward
 
         def leaving(mine: OffloadedCall, target: Any) -> Any:
-            self.sent += [s.memory.numel() for s in mine._packing.storages.values() if s.lender is None]
+            self.sent += [s.memory.numel() for s in mine.packing.storages.values() if s.lender is None]
             return leave(mine, target)
 
         def ending(mine: ActivationOrder[Any], unit: Any, saved: Any, loans: Any) -> Any:
