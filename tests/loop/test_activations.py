@@ -29,7 +29,7 @@ from outcore.core.errors import DiskError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.engine.activations import offloaded_call as away
-from outcore.engine.activations.offloaded_call import OffloadedCall, _Packing
+from outcore.engine.activations.offloaded_call import OffloadedCall, StoragePacker
 from outcore.model import expensive_operations as dear
 from outcore.planner.homes.activation_policies import SizedActivationPolicy
 from outcore.planner.homes.pools import Comfort
@@ -61,9 +61,9 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_left = self.num_dropped = 0
-        leave, drop = OffloadedCall.leave, _Packing.drop
+        leave, drop = OffloadedCall.leave, StoragePacker.drop
         monkeypatch.setattr(OffloadedCall, "leave", lambda mine, target: self.add("num_left") or leave(mine, target))
-        monkeypatch.setattr(_Packing, "drop", lambda mine: self.add("num_dropped") or drop(mine))
+        monkeypatch.setattr(StoragePacker, "drop", lambda mine: self.add("num_dropped") or drop(mine))
 
     def add(self, name: str) -> None:
         setattr(self, name, getattr(self, name) + 1)
@@ -332,13 +332,13 @@ class Shared(Tower):
 def test_what_several_units_get_leaves_once(
     policy: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, take = list[int](), _Packing._take
+    taken, take = list[int](), StoragePacker._take
 
-    def noting(mine: _Packing, place: int, tensor: torch.Tensor) -> Any:
+    def noting(mine: StoragePacker, place: int, tensor: torch.Tensor) -> Any:
         taken.append(tensor.untyped_storage()._cdata)
         return take(mine, place, tensor)
 
-    monkeypatch.setattr(_Packing, "_take", noting)
+    monkeypatch.setattr(StoragePacker, "_take", noting)
 
     def drive(model: nn.Module, optimizer: Any) -> Any:
         losses = []
@@ -437,7 +437,7 @@ def test_an_interrupt_when_what_was_saved_makes_way(tmp_path: Path, monkeypatch:
 @each_tier
 def test_nothing_is_left_to_the_garbage_collector(tier: str, tmp_path: Path) -> None:
     """A collection comes when objects are many, not when memory is short."""
-    before = [o for o in gc.get_objects() if type(o) is _Packing]  # errors caught by other tests hold some
+    before = [o for o in gc.get_objects() if type(o) is StoragePacker]  # errors caught by other tests hold some
     with prepared(make(five), tier, tmp_path) as (model, optimizer):
         gc.collect()
         gc.disable()
@@ -445,7 +445,7 @@ def test_nothing_is_left_to_the_garbage_collector(tier: str, tmp_path: Path) -> 
             train(model, optimizer, 2)
             model.loss(batch())  # its backward never comes
             train(model, optimizer, 1)
-            left = [o for o in gc.get_objects() if type(o) is _Packing and o.storages and o not in before]
+            left = [o for o in gc.get_objects() if type(o) is StoragePacker and o.storages and o not in before]
         finally:
             gc.enable()
         assert not left

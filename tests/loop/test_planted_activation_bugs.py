@@ -20,7 +20,7 @@ from outcore.core.errors import RaceError, UnsupportedError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.engine.activations import offloaded_call as away
-from outcore.engine.activations.offloaded_call import OffloadedCall, _OffloadedView, _Packing
+from outcore.engine.activations.offloaded_call import OffloadedCall, StoragePacker, _OffloadedView
 from outcore.engine.activations.room import SharedArguments
 from outcore.model import expensive_operations as dear
 from outcore.order.activations import ActivationOrder, SavedCall
@@ -95,7 +95,7 @@ def wrong_offset(real: Any, view: _OffloadedView, memory: torch.Tensor) -> torch
     return real(view, memory)
 
 
-def one_over_another(real: Any, packing: _Packing, place: int, tensor: torch.Tensor) -> Any:
+def one_over_another(real: Any, packing: StoragePacker, place: int, tensor: torch.Tensor) -> Any:
     storage = real(packing, place, tensor)
     if storage is not None and storage.lender is None and storage.start:
         storage = packing.storages[place] = storage._replace(start=storage.start - away.ALIGN_BYTES)
@@ -132,14 +132,14 @@ def given_back_as_brought(real: Any, order: ActivationOrder[Any], call: SavedCal
 BUGS: dict[str, Plant] = {
     "a view is restored with wrong strides": planted(_OffloadedView, "again", wrong_strides),
     "a view is restored without its offset": planted(_OffloadedView, "again", wrong_offset),
-    "two storages lie over one another": planted(_Packing, "_take", one_over_another),
+    "two storages lie over one another": planted(StoragePacker, "_take", one_over_another),
     "a storage is freed before the copy left": planted(ActivationOrder, "begin_forward", freed_before_the_copy_left),
     "a slot is given back before its use": planted(ActivationOrder, "end_backward", given_back_as_brought),
     "a home is given away that a backward needs": planted(ActivationOrder, "_gaps", home_given_away),
     "another call's bytes come back": planted(ActivationOrder, "_carry", brought_from_another_home),
     "nothing is copied": planted(OffloadedCall, "leave", never_copied),
     "what was lent lies where the call's own bytes are": planted(
-        _Packing, "loans", lambda real, *args: [loan._replace(at=0) for loan in real(*args)]
+        StoragePacker, "loans", lambda real, *args: [loan._replace(at=0) for loan in real(*args)]
     ),
     "a lender is not held": lambda patch: patch.setattr(
         SavedCall, "is_needed", property(lambda call: call.is_coming and not call.borrowers)

@@ -100,7 +100,7 @@ class _OffloadedView(StoredForm):
             self.tensor = None
 
 
-class _Packing:
+class StoragePacker:
     """Hooks that gather the storages that leave, and find them again when they are back."""
 
     def __init__(
@@ -108,13 +108,13 @@ class _Packing:
         unit: Unit,
         device: torch.device,
         room: int,
-        between: SharedArguments,
+        shared: SharedArguments,
         staying: Iterable[torch.Tensor],
         where: str,
     ) -> None:
         """Args: device: Storages leave it. room: Bytes for them. staying: Tensors whose memory the caller keeps."""
         self._unit, self._device, self._room, self._where = unit, device, room, where
-        self._between = between
+        self._shared = shared
         self._staying = {0, *map(storage_of, staying)}
         self.storages: dict[int, _Storage] = {}
         """Storages by address, until they are home."""
@@ -137,7 +137,7 @@ class _Packing:
         if torch.is_autocast_enabled(self._device.type):
             self._params = {id(p): i for i, p in enumerate(self._unit.params)}
         hooks = hooks_on_saved(self._unit, self._keep, self.unpack)
-        return _Settling(hooks, self) if self._params else hooks
+        return _HooksWithCasts(hooks, self) if self._params else hooks
 
     def _keep(self, tensor: torch.Tensor) -> Any:
         cast = self._cast(tensor) if self._params else None
@@ -181,7 +181,7 @@ class _Packing:
         return view
 
     def _take(self, place: int, tensor: torch.Tensor) -> _Storage | None:
-        whole, lender = tensor.untyped_storage(), self._between.lender_of(tensor)
+        whole, lender = tensor.untyped_storage(), self._shared.lender_of(tensor)
         if sum(self._ends) + whole.nbytes() > self._room:
             self.drop()
             return None
@@ -242,10 +242,10 @@ class _Packing:
         self.storages.clear()
 
 
-class _Settling:
+class _HooksWithCasts:
     """Hooks that settle casts when the block has run under them."""
 
-    def __init__(self, hooks: Any, packing: _Packing) -> None:
+    def __init__(self, hooks: Any, packing: StoragePacker) -> None:
         self._hooks, self.packing = hooks, packing
 
     def __enter__(self) -> None:
@@ -264,16 +264,16 @@ class OffloadedCall:
         unit: Unit,
         order: ActivationOrder[Handle],
         device: Device,
-        between: SharedArguments,
+        shared: SharedArguments,
         room: int,
         staying: Iterable[torch.Tensor],
         where: str,
     ) -> None:
         """Args: device: Storages leave it. room: Bytes in the home. staying: Tensors whose memory the caller keeps."""
         self._unit, self._order, self._device, self._where = unit, order, device, where
-        self._between = between
+        self._shared = shared
         self._is_alone = room == unit.plan.saved_bytes
-        self.packing = _Packing(unit, device.torch_device, room, between, staying, where)
+        self.packing = StoragePacker(unit, device.torch_device, room, shared, staying, where)
         self._owner: _Liveness | None = None
         self._returned: list[tuple[torch.Tensor, int]] = []
         self._is_changed = False
@@ -340,7 +340,7 @@ class OffloadedCall:
         for tensor, version in returned:
             storage = self.packing.storages.get(storage_of(tensor))
             if call is not None and storage is not None and storage.lender is None:
-                self._between.send(tensor, version, call, storage.start)
+                self._shared.send(tensor, version, call, storage.start)
 
     def _has_changed(self) -> bool:
         return self._is_changed or any(tensor._version != version for tensor, version in self._returned)
@@ -366,11 +366,11 @@ class CallOffloader:
     """Makes an ``OffloadedCall`` for each call of one unit."""
 
     def __init__(
-        self, unit: Unit, order: ActivationOrder[Handle], between: SharedArguments, device: Device, where: str
+        self, unit: Unit, order: ActivationOrder[Handle], shared: SharedArguments, device: Device, where: str
     ) -> None:
-        """Args: order, between: Those of all units. device: The one that computes. where: For errors."""
+        """Args: order, shared: Those of all units. device: The one that computes. where: For errors."""
         self._unit, self._order, self._device, self._where = unit, order, device, where
-        self._between = between
+        self._shared = shared
         self._buffers = [buffer for module in unit.modules for buffer in module.buffers(recurse=False)]
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> OffloadedCall | None:
@@ -379,5 +379,5 @@ class CallOffloader:
         if not room:
             warnings.warn(TAKEN, stacklevel=3)
             return None
-        staying = [*self._buffers, *(t for t in tensors if not t.requires_grad or self._between.has(t))]
-        return OffloadedCall(self._unit, self._order, self._device, self._between, room, staying, self._where)
+        staying = [*self._buffers, *(t for t in tensors if not t.requires_grad or self._shared.has(t))]
+        return OffloadedCall(self._unit, self._order, self._device, self._shared, room, staying, self._where)

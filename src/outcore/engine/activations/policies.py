@@ -13,7 +13,7 @@ from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.engine.activations.offloaded_call import CallOffloader
 from outcore.engine.activations.room import ActivationRoom, Lease, SharedArguments
-from outcore.engine.activations.saved import by_place, escaped, gone_class, hooks_on_saved, storage_of
+from outcore.engine.activations.saved import by_place, escaped, hooks_on_saved, offloaded_argument_class, storage_of
 from outcore.engine.activations.saving import CallSaving, DropGraph, Graph, KeepGraph, SendGraph, edges_of
 from outcore.engine.activations.selection import Selection
 from outcore.engine.unit.unit import Unit
@@ -202,13 +202,13 @@ class KeepWhatFits(Policy):
         return self._drop(tensors) if lease is None else KeepGraph(self._unit, lease, known[1], self._where)
 
     def _drop(self, tensors: Sequence[torch.Tensor]) -> CallSaving:
-        away = None
+        offloaded = None
         if self._sender is not None:
-            away = self._sender.begin(tensors)
-            if away is None:  # the unit's home is full
+            offloaded = self._sender.begin(tensors)
+            if offloaded is None:  # the unit's home is full
                 return self._dropped
         selection = Selection(self._where) if self._selects else None
-        return DropGraph(self._where, tensors, selection, away) if self._saves else self._dropped
+        return DropGraph(self._where, tensors, selection, offloaded) if self._saves else self._dropped
 
     def _shares_casts(self) -> bool:
         """Whether a kept graph needs a cache of casts of its own, which would empty the whole model's cache."""
@@ -238,7 +238,7 @@ class OffloadPolicy(Policy):
         """Args: sender: The unit's sender."""
         super().__init__(unit, device_kind, where)
         self._sender, self._dropped = sender, DropGraph(where)
-        self._too_large, self._gone = set[Hashable](), gone_class(where)
+        self._too_large, self._gone = set[Hashable](), offloaded_argument_class(where)
 
     def kind_of(self, args: Any, kwargs: Any) -> Hashable:
         """Return one kind for all calls, as long as all fit."""
@@ -248,12 +248,12 @@ class OffloadPolicy(Policy):
         """See ``Policy``."""
         if kind is None:
             return self._dropped
-        away = self._sender.begin(tensors)
-        if away is None:
+        offloaded = self._sender.begin(tensors)
+        if offloaded is None:
             return self._dropped
         if kind in self._too_large and kind is not True:
-            return DropGraph(self._where, tensors, None, away)
-        return SendGraph(away, functools.partial(self._learn, kind), self._gone)
+            return DropGraph(self._where, tensors, None, offloaded)
+        return SendGraph(offloaded, functools.partial(self._learn, kind), self._gone)
 
     def _learn(self, kind: Hashable) -> None:
         if len(self._too_large) >= _MOST_KNOWN:
@@ -265,12 +265,12 @@ def policy_of(
     unit: Unit,
     room: ActivationRoom,
     order: ActivationOrder[Handle],
-    between: SharedArguments,
+    shared: SharedArguments,
     device: Device,
     where: str,
 ) -> Policy:
     """Return the policy that the plan gives to a unit."""
-    sender = None if unit.plan.activations == "device" else CallOffloader(unit, order, between, device, where)
+    sender = None if unit.plan.activations == "device" else CallOffloader(unit, order, shared, device, where)
     kind = device.torch_device.type
     if unit.plan.policy == "keep":
         return Policy(unit, kind, where) if sender is None else OffloadPolicy(unit, kind, sender, where)

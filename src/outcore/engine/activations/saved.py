@@ -57,7 +57,7 @@ class StoredForm:
         return found.conj() if self.is_conj else found
 
 
-class GoneTensor(torch.Tensor):
+class OffloadedArgument(torch.Tensor):
     """An argument inside of a block, after its memory has left. Only its metadata can be read."""
 
     of_unit: ClassVar[str]
@@ -77,12 +77,12 @@ class GoneTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def gone_class(where: str) -> type[GoneTensor]:
+def offloaded_argument_class(where: str) -> type[OffloadedArgument]:
     """Return the class of gone arguments of one unit. Args: where: For errors."""
-    return type("GoneTensor", (GoneTensor,), {"of_unit": where, "__module__": __name__})
+    return type("OffloadedArgument", (OffloadedArgument,), {"of_unit": where, "__module__": __name__})
 
 
-def without_values(tensors: Sequence[torch.Tensor], gone: type[GoneTensor]) -> None:
+def without_values(tensors: Sequence[torch.Tensor], gone: type[OffloadedArgument]) -> None:
     """Free the memory of leaves: what backward needs of them was saved."""
     for leaf in tensors:
         if leaf.requires_grad and leaf.grad_fn is None and leaf.layout is torch.strided:

@@ -11,8 +11,8 @@ from outcore.device.lanes import Handle
 from outcore.engine.activations.offloaded_call import OffloadedCall
 from outcore.engine.activations.room import Lease
 from outcore.engine.activations.saved import (
-    GoneTensor,
     KeptTensor,
+    OffloadedArgument,
     drop_saved,
     free_values,
     save_weights_by_place,
@@ -165,7 +165,7 @@ class DropGraph(CallSaving):
         where: str,
         tensors: Sequence[torch.Tensor] = (),
         selection: Selection | None = None,
-        away: OffloadedCall | None = None,
+        offloaded: OffloadedCall | None = None,
     ) -> None:
         """Drop what one call saves, or all calls for which nothing is saved.
 
@@ -173,9 +173,9 @@ class DropGraph(CallSaving):
             where: For errors.
             tensors: The call's arguments.
             selection: Saves results; None: none.
-            away: Sends arguments and results off the device; None: they stay there.
+            offloaded: Sends arguments and results off the device; None: they stay there.
         """
-        self._where, self._tensors, self._selection, self._away = where, tensors, selection, away
+        self._where, self._tensors, self._selection, self._offloaded = where, tensors, selection, offloaded
         self._hooks = drop_saved(where)
         self._packed: Sequence[tuple[Any, bool]] = ()
         self._call: SavedCall[Handle] | None = None
@@ -183,38 +183,38 @@ class DropGraph(CallSaving):
     @property
     def is_needed(self) -> bool:
         """Whether it has saved something."""
-        return self._selection is not None or self._away is not None
+        return self._selection is not None or self._offloaded is not None
 
     def hooks(self) -> Any:
         """See ``CallSaving``."""
-        return self._hooks if self._selection is None else _Both(self._hooks, self._selection.forward())
+        return self._hooks if self._selection is None else _NestedContexts(self._hooks, self._selection.forward())
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> None:
         """See ``CallSaving``."""
         tensors, self._tensors = self._tensors, ()
-        away = self._away
+        offloaded = self._offloaded
         if self._selection is not None:
-            is_whole = self._selection.end(made, _kept if away is None else away.packing.pack)
+            is_whole = self._selection.end(made, _kept if offloaded is None else offloaded.packing.pack)
             self._selection = self._selection if is_whole else None
-        if away is None:
+        if offloaded is None:
             return
-        packing = away.packing
+        packing = offloaded.packing
         self._packed = [(packing.pack(tensor), tensor.is_leaf) for tensor in tensors]
         if not packing.fits:
-            away.say_too_large()
+            offloaded.say_too_large()
             self._selection = None
             packing.begin_again()
             self._packed = [(packing.pack(tensor), tensor.is_leaf) for tensor in tensors]
         if packing.fits:
             self.has_arguments = True
-            self._call = away.end_forward(owner)
+            self._call = offloaded.end_forward(owner)
         else:
-            self._away = None
+            self._offloaded = None
 
     def begin_backward(self) -> None:
         """See ``CallSaving``."""
-        if self._away is not None:
-            self._away.begin_backward(self._call)
+        if self._offloaded is not None:
+            self._offloaded.begin_backward(self._call)
 
     def arguments(self, saved: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """See ``CallSaving``."""
@@ -222,7 +222,7 @@ class DropGraph(CallSaving):
 
     def recompute_hooks(self, hooks: Any) -> Any:
         """See ``CallSaving``."""
-        return hooks if self._selection is None else _Both(hooks, self._selection.recompute(self._unpacked))
+        return hooks if self._selection is None else _NestedContexts(hooks, self._selection.recompute(self._unpacked))
 
     def release(self) -> None:
         """See ``CallSaving``."""
@@ -230,8 +230,8 @@ class DropGraph(CallSaving):
 
     def end_backward(self, *, is_over: bool) -> None:
         """See ``CallSaving``."""
-        if self._away is not None:
-            self._away.end_backward(self._call, is_over=is_over)
+        if self._offloaded is not None:
+            self._offloaded.end_backward(self._call, is_over=is_over)
 
     def _argument(self, packed: Any, was_leaf: bool) -> torch.Tensor:  # noqa: FBT001
         """Return an argument. It is a leaf only if it was one: autocast treats leaves differently."""
@@ -242,66 +242,66 @@ class DropGraph(CallSaving):
             return tensor.detach().requires_grad_().view_as(tensor)
 
     def _unpacked(self, packed: Any) -> torch.Tensor:
-        return packed.unchanged(self._where) if self._away is None else self._away.packing.unpack(packed)
+        return packed.unchanged(self._where) if self._offloaded is None else self._offloaded.packing.unpack(packed)
 
 
 class SendGraph(CallSaving):
     """Sends what the graph has saved off the device, if it fits; else the call is recomputed."""
 
-    def __init__(self, away: OffloadedCall, learn: Callable[[], None], gone: type[GoneTensor]) -> None:
+    def __init__(self, offloaded: OffloadedCall, learn: Callable[[], None], gone: type[OffloadedArgument]) -> None:
         """Args: learn: Called if it would never fit. gone: Class of arguments whose memory has left."""
-        self._away, self._learn, self._gone = away, learn, gone
+        self._offloaded, self._learn, self._gone = offloaded, learn, gone
         self._call: SavedCall[Handle] | None = None
 
     @property
     def is_kept(self) -> bool:  # type: ignore[override]
         """Whether it fits, as far as forward has come."""
-        return self._away.packing.fits
+        return self._offloaded.packing.fits
 
     @property
     def is_needed(self) -> bool:
         """Whether it fits."""
-        return self._away.packing.fits
+        return self._offloaded.packing.fits
 
     def hooks(self) -> Any:
         """See ``CallSaving``."""
-        return self._away.packing.hooks()
+        return self._offloaded.packing.hooks()
 
     def end(self, inner: Sequence[torch.Tensor], made: Sequence[torch.Tensor], owner: object) -> Graph | None:
         """See ``CallSaving``."""
-        if not self._away.packing.fits:
-            if self._away.say_too_large():
+        if not self._offloaded.packing.fits:
+            if self._offloaded.say_too_large():
                 self._learn()
             return None
-        self._call = self._away.end_forward(owner)
+        self._call = self._offloaded.end_forward(owner)
         without_values(inner, self._gone)
         return inner, edges_of(made)
 
     def watched(self, made: Sequence[torch.Tensor]) -> Sequence[int]:
         """Return indices of results whose memory was saved."""
-        return [i for i, t in enumerate(made) if storage_of(t) in self._away.packing.storages]
+        return [i for i, t in enumerate(made) if storage_of(t) in self._offloaded.packing.storages]
 
     def returned(
         self, watched: list[tuple[torch.Tensor, int]], results: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, int]]:
         """Let what was sent watch them: it knows whether they are home."""
-        self._away.watch(self._call, watched)
+        self._offloaded.watch(self._call, watched)
         return []
 
     def begin_backward(self) -> None:
         """See ``CallSaving``."""
-        self._away.begin_backward(self._call)
+        self._offloaded.begin_backward(self._call)
 
     def end_backward(self, *, is_over: bool) -> None:
         """See ``CallSaving``."""
-        self._away.end_backward(self._call, is_over=is_over)
+        self._offloaded.end_backward(self._call, is_over=is_over)
 
 
 def _kept(tensor: torch.Tensor) -> KeptTensor:
     return KeptTensor(tensor.detach(), tensor._version)
 
 
-class _Both:
+class _NestedContexts:
     """Two contexts as one, entered where this one is."""
 
     def __init__(self, outer: Any, inner: Any) -> None:

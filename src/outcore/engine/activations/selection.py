@@ -26,7 +26,7 @@ class Selection:
 
     def forward(self) -> TorchDispatchMode:
         """Return the mode to run the block under."""
-        return _Selecting(self.calls, self._changed)
+        return _SelectionMode(self.calls, self._changed)
 
     def end(self, made: Sequence[torch.Tensor], pack: Callable[[torch.Tensor], Any]) -> bool:
         """End forward. What shares memory with the block's results is left out: these may be changed outside.
@@ -55,7 +55,7 @@ class Selection:
 
     def recompute(self, unpack: Callable[[Any], torch.Tensor]) -> TorchDispatchMode:
         """Return the mode to run the block again under. Args: unpack: Gives back what ``pack`` stored."""
-        return _HandingOut(self.calls, unpack, self._where)
+        return _ReplayMode(self.calls, unpack, self._where)
 
 
 class _ResultTensor:
@@ -76,7 +76,7 @@ class _Packed:
         self.content = content
 
 
-class _Selecting(TorchDispatchMode):
+class _SelectionMode(TorchDispatchMode):
     def __init__(self, calls: list[tuple[Any, Any]], changed: set[int]) -> None:
         super().__init__()
         self._calls, self._changed = calls, changed
@@ -111,7 +111,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-class _HandingOut(TorchDispatchMode):
+class _ReplayMode(TorchDispatchMode):
     def __init__(self, calls: Sequence[tuple[Any, Any]], unpack: Callable[[Any], torch.Tensor], where: str) -> None:
         super().__init__()
         self._left, self._unpack, self._where = iter(calls), unpack, where

@@ -110,12 +110,12 @@ def take_apart(nest: Any, where: str, *, are_results: bool = False) -> tuple[lis
     Raises:
         UnsupportedError: A tensor that needs a gradient is hidden in an object that cannot be taken apart.
     """
-    taking = _Taking(where, are_results=are_results)
+    taking = _Disassembly(where, are_results=are_results)
     content = taking.apart(nest)
     return taking.tensors, Structure(content, taking.is_fixed, taking.objects)
 
 
-class _Taking:
+class _Disassembly:
     def __init__(self, where: str, *, are_results: bool) -> None:
         self._are_results = are_results
         self.tensors: list[torch.Tensor] = []

@@ -34,7 +34,7 @@ from outcore.model.unit_modules import has_forward
 from outcore.torch_private import as_it_is, is_executed, order_of, set_order
 
 
-class InPieces:
+class PiecewiseForward:
     """Stands in for the ``forward`` of a module."""
 
     def __init__(
@@ -243,13 +243,13 @@ def in_pieces(units: Sequence[Unit], count: int, services: Services) -> Iterator
         turn = functools.partial(order.turn, unit.ledger) if unit.plan.saved_bytes else None
         apart = RowIndependence(unit.module, device, f"unit '{unit.label}'", is_compiled=services.compiling.is_on)
         way = functools.partial(make_way, order, unit, services.weights) if order.homes_are_used else None
-        yield stand_in(unit.module, InPieces(unit.module, apart, count, are_own=True, turn=turn, make_way=way))
+        yield stand_in(unit.module, PiecewiseForward(unit.module, apart, count, are_own=True, turn=turn, make_way=way))
     stand_ins = ParameterStandIns(units[0], services.gradients)
     inside = {id(module) for unit in units[1:] for module in unit.modules}
     for name, part in _outside(units[0].module, inside, {id(p) for p in units[0].params}):
         opened = stand_ins.of(list(part.modules()))
         apart = RowIndependence(part, device, f"module '{name}'", is_compiled=False)
-        yield stand_in(part, InPieces(part, apart, count, opened=opened))
+        yield stand_in(part, PiecewiseForward(part, apart, count, opened=opened))
 
 
 def _outside(
