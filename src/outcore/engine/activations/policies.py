@@ -111,7 +111,8 @@ class KeepUntilFull(CallSaving, SavedBytesCounter):
         """Args: policy: It learns from the trial. lease: Empty at first; it grows with what is kept."""
         SavedBytesCounter.__init__(self, unit, where)
         self._policy, self._kind, self._lease, self.is_kept = policy, kind, lease, True
-        self._saved: list[_SavedEntry] = []
+        self._saved: list[list[Any]] = []
+        """What is kept of each saved tensor: one entry, or none once there is no room."""
 
     def hooks(self) -> Any:
         """See ``CallSaving``."""
@@ -136,29 +137,20 @@ class KeepUntilFull(CallSaving, SavedBytesCounter):
         self._policy.learn(self._kind, self, made)
         return inner, edges_of(made)
 
-    def _keep(self, tensor: torch.Tensor) -> _SavedEntry:
+    def _keep(self, tensor: torch.Tensor) -> list[Any]:
         if self.is_kept and not self._lease.grow(self.add(tensor)):
             self.is_kept = False
             self._lease.give_back()
             for saved in self._saved:
-                saved.content = None
-        saved = _SavedEntry(self._pack(tensor) if self.is_kept else None)
+                saved.clear()
+        saved = [self._pack(tensor)] if self.is_kept else []
         self._saved.append(saved)
         return saved
 
-    def _give(self, saved: _SavedEntry) -> torch.Tensor:
-        if saved.content is None:
+    def _give(self, saved: list[Any]) -> torch.Tensor:
+        if not saved:
             raise UnsupportedError(escaped(self._where))
-        return self._unpack(saved.content)
-
-
-class _SavedEntry:
-    """One saved tensor."""
-
-    __slots__ = ("content",)
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
+        return self._unpack(saved[0])
 
 
 class KeepWhatFits(Policy):

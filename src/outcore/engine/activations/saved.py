@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -167,7 +166,7 @@ def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Calla
     """
     slot = slot_of(unit)
 
-    def pack(tensor: torch.Tensor) -> Any:
+    def pack(tensor: torch.Tensor, *, keeps: bool = keeps) -> Any:
         if tensor.is_neg():  # a pending negation, which cannot be laid over memory like size and strides
             tensor = tensor.resolve_neg()
         try:
@@ -177,7 +176,7 @@ def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Calla
         if address in slot:
             return SavedWeight(tensor, address - slot.start)
         if not address and is_wrapped(tensor):  # the block may have put it around a view of its weight
-            return SavedWrapper(Wrapping(tensor), [_packed(inner, slot) for inner in tensors_in(tensor)])
+            return SavedWrapper(Wrapping(tensor), [pack(inner, keeps=True) for inner in tensors_in(tensor)])
         if not keeps:
             return None
         return KeptTensor(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
@@ -186,22 +185,10 @@ def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Calla
         if isinstance(saved, KeptTensor):
             return saved.unchanged(where)
         if isinstance(saved, SavedWrapper):
-            return saved.again(partial(_found, unit, where))
+            return saved.again(unpack)
         return saved.again(_present_bytes(unit, where))
 
     return pack, unpack
-
-
-def _packed(tensor: torch.Tensor, slot: range) -> KeptTensor | SavedWeight:
-    tensor = tensor.resolve_neg()
-    address = tensor.data_ptr() if storage_of(tensor) else 0
-    return (
-        SavedWeight(tensor, address - slot.start) if address in slot else KeptTensor(tensor.detach(), tensor._version)
-    )
-
-
-def _found(unit: Unit, where: str, saved: KeptTensor | SavedWeight) -> torch.Tensor:
-    return saved.unchanged(where) if isinstance(saved, KeptTensor) else saved.again(_present_bytes(unit, where))
 
 
 def _present_bytes(unit: Unit, where: str) -> torch.Tensor:

@@ -42,12 +42,14 @@ class Selection:
         packed: list[tuple[Any, Any]] = []
         for func, result in self.calls:
             held = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, _ResultTensor)]
-            if any(storage_of(leaf.tensor) in self._changed for leaf in held):
+            if any(storage_of(leaf.content) in self._changed for leaf in held):
                 self.calls.clear()
                 return False
-            is_out = any(storage_of(leaf.tensor) in outside for leaf in held)
+            is_out = any(storage_of(leaf.content) in outside for leaf in held)
             kept = (
-                None if is_out else pytree.tree_map_only(_ResultTensor, lambda leaf: _Packed(pack(leaf.tensor)), result)
+                None
+                if is_out
+                else pytree.tree_map_only(_ResultTensor, lambda leaf: _ResultTensor(pack(leaf.content)), result)
             )
             packed.append((func, kept))
         self.calls = packed
@@ -59,16 +61,7 @@ class Selection:
 
 
 class _ResultTensor:
-    """A tensor of a result."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-class _Packed:
-    """A tensor of a result, packed."""
+    """A tensor of a result, packed once forward is over."""
 
     __slots__ = ("content",)
 
@@ -130,4 +123,4 @@ class _ReplayMode(TorchDispatchMode):
         if result is None:
             return func(*args, **(kwargs or {}))
         # A tensor of its own each time: it becomes part of a graph.
-        return pytree.tree_map_only(_Packed, lambda packed: self._unpack(packed.content).detach(), result)
+        return pytree.tree_map_only(_ResultTensor, lambda packed: self._unpack(packed.content).detach(), result)
