@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -164,31 +165,31 @@ def by_place(unit: Unit, where: str, *, keeps: bool = True) -> tuple[Pack, Calla
         where: For errors.
         keeps: Whether other tensors are kept; else None is returned for them.
     """
-    slot = slot_of(unit)
+    return partial(_pack, slot_of(unit), keeps), partial(_unpack, unit, where)  # closures would hold themselves
 
-    def pack(tensor: torch.Tensor, *, keeps: bool = keeps) -> Any:
-        if tensor.is_neg():  # a pending negation, which cannot be laid over memory like size and strides
-            tensor = tensor.resolve_neg()
-        try:
-            address = tensor.data_ptr()
-        except (NotImplementedError, RuntimeError):  # it has no memory of its own, such as a sparse tensor
-            address = 0
-        if address in slot:
-            return SavedWeight(tensor, address - slot.start)
-        if not address and is_wrapped(tensor):  # the block may have put it around a view of its weight
-            return SavedWrapper(Wrapping(tensor), [pack(inner, keeps=True) for inner in tensors_in(tensor)])
-        if not keeps:
-            return None
-        return KeptTensor(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
 
-    def unpack(saved: KeptTensor | SavedWeight | SavedWrapper) -> torch.Tensor:
-        if isinstance(saved, KeptTensor):
-            return saved.unchanged(where)
-        if isinstance(saved, SavedWrapper):
-            return saved.again(unpack)
-        return saved.again(_present_bytes(unit, where))
+def _pack(slot: range, keeps: bool, tensor: torch.Tensor) -> Any:  # noqa: FBT001
+    if tensor.is_neg():  # a pending negation, which cannot be laid over memory like size and strides
+        tensor = tensor.resolve_neg()
+    try:
+        address = tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):  # it has no memory of its own, such as a sparse tensor
+        address = 0
+    if address in slot:
+        return SavedWeight(tensor, address - slot.start)
+    if not address and is_wrapped(tensor):  # the block may have put it around a view of its weight
+        return SavedWrapper(Wrapping(tensor), [_pack(slot, True, inner) for inner in tensors_in(tensor)])  # noqa: FBT003
+    if not keeps:
+        return None
+    return KeptTensor(tensor.detach(), tensor._version)  # detached: a result would keep its own node alive
 
-    return pack, unpack
+
+def _unpack(unit: Unit, where: str, saved: KeptTensor | SavedWeight | SavedWrapper) -> torch.Tensor:
+    if isinstance(saved, KeptTensor):
+        return saved.unchanged(where)
+    if isinstance(saved, SavedWrapper):
+        return saved.again(partial(_unpack, unit, where))
+    return saved.again(_present_bytes(unit, where))
 
 
 def _present_bytes(unit: Unit, where: str) -> torch.Tensor:
