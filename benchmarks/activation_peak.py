@@ -30,7 +30,7 @@ import outcore
 from outcore.model.partition import partition
 from outcore.planner.forward.footprint import Footprint
 from outcore.planner.forward.saved_bytes import footprint_of
-from outcore.planner.homes.activation_policies import SizedActivationPolicy
+from outcore.planner.homes.activation_policies import ActivationPolicy, Activations
 from outcore.spec.plan import POLICIES, Policy, UnitPlan
 
 SSDTRAIN_LESS = 0.47
@@ -125,7 +125,7 @@ def peak(found: Footprint, names: list[str], policy: Policy) -> int:
 
 def peak_away(found: Footprint, names: list[str], policy: Policy) -> int:
     """Peak bytes if activations leave, with their slots on the device."""
-    sending = SizedActivationPolicy("host", policy, found)
+    sending = Activations(way=ActivationPolicy("host", policy), footprint=found)
     homes: Any = {"weights": "device", "gradients": "device", "states": "device"}
     units = [sending.unit(UnitPlan(name=name, **homes)) for name in names]
     return found.peak_bytes(units) + sending.taken["device"]

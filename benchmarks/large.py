@@ -46,7 +46,6 @@ from outcore.core.errors import OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.model.partition import partition
-from outcore.planner.bound.bound import StepBound, bound_of
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import Simulation
 from outcore.spec.budget import Limits
@@ -55,6 +54,9 @@ from outcore.spec.plan import Plan
 from outcore.spec.plan_table import plan_table
 from outcore.spec.schedule import usual_visits
 from outcore.spec.timeline import COMPUTE, Timeline
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "research"))
+from planning.bound.bound import StepBound, bound_of
 
 HOST_SHARE, DISK_SHARE = 0.94, 0.9
 """Shares of what is free; the rest is for the interpreter, the driver and first values in transit."""

@@ -45,7 +45,6 @@ from outcore.device.faults import Faults
 from outcore.engine.optimizer import StreamedOptimizer
 from outcore.model import expensive_operations as dear
 from outcore.model.partition import partition
-from outcore.planner.bound.bound import bound_of
 from outcore.planner.homes.early_placement import with_early_updates
 from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.planner.paper.paper_schedule import Circumstances
@@ -58,6 +57,9 @@ from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Gather, Partition, Plan, Policy, Tier, UnitPlan
 from outcore.spec.schedule import usual_visits
 from outcore.spec.timeline import COMPUTE, Span, Timeline
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "research"))
+from planning.bound.bound import bound_of
 
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 STATES = ("exp_avg", "exp_avg_sq")

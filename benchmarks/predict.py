@@ -48,8 +48,9 @@ from outcore.device.faults import Faults
 from outcore.device.opening import open_device
 from outcore.model.partition import partition
 from outcore.planner.homes.check import with_room
+from outcore.planner.homes.placer import UnitHomes
 from outcore.planner.paper.paper_schedule import Circumstances
-from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, PlanSpace, UnitHomes
+from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, PlanSpace
 from outcore.planner.timing.profile import rates_for
 from outcore.planner.timing.simulate import simulate
 from outcore.preparation.plan_choice import Options, Timed

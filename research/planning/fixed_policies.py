@@ -21,9 +21,10 @@ from outcore.command.plan.question import Question
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.placement import place
+from outcore.planner.homes.placer import UnitHomes
 from outcore.planner.search.evaluations import Evaluations
-from outcore.planner.search.job import Job
-from outcore.planner.search.plan_space import ALL_DISK, ALL_HOST, ROOMY, TIGHT, PlanSpace, UnitHomes
+from outcore.planner.search.plan_question import PlanQuestion
+from outcore.planner.search.plan_space import ALL_DISK, ALL_HOST, ROOMY, TIGHT, PlanSpace
 from outcore.spec.plan import Plan
 from outcore.spec.reservations import tier_bytes
 
@@ -79,18 +80,18 @@ def settings() -> Iterator[Asked]:
         yield Asked(HUGE, "a100-80gb" + SERVER, "72GiB", "400GiB", 2, clipping=clipping)
 
 
-def _filled(job: Job) -> Plan:
+def _filled(job: PlanQuestion) -> Plan:
     """A plan by the rule."""
-    steps = job.micro_batches if job.is_promised else None
-    return place(job.model, job.limits, accumulation_steps=steps, activations=job.within(job.ways[0]).activations)
+    steps = job.promised_steps
+    return place(job.model, job.limits, accumulation_steps=steps, activations=job.activations(job.ways[0]))
 
 
-def _all(kind: UnitHomes) -> Callable[[Job], Plan]:
-    def plan(job: Job) -> Plan:
-        choice = PlanSpace(job.model, policy=job.policy, accumulation_steps=None, may_be_early=False)
+def _all(kind: UnitHomes) -> Callable[[PlanQuestion], Plan]:
+    def plan(job: PlanQuestion) -> Plan:
+        choice = PlanSpace(job.model, accumulation_steps=None, may_be_early=False)
         for comfort in (ROOMY, TIGHT):
             found = choice.plan(choice.uniform(kind, comfort))
-            taken, room = tier_bytes(job.model, found), job.within(job.ways[0]).room
+            taken, room = tier_bytes(job.model, found), job.room(job.ways[0])
             if all(taken[tier] <= room[tier] for tier in room):
                 return found
         raise PlanInfeasibleError("it does not fit", {}, {})
@@ -103,7 +104,7 @@ class Fixed:
     """A fixed policy."""
 
     name: str
-    plan: Callable[[Job], Plan]
+    plan: Callable[[PlanQuestion], Plan]
     away: ActivationPolicy | None = None
     keeps: bool = True
     """Whether activations are kept where there is room, although the policy would recompute them."""

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from outcore.command.plan.answer import answer_for, machine_for
 from outcore.command.plan.known_models import known_models
-from outcore.planner.homes.activation_policies import ActivationPolicy, sendings
+from outcore.planner.homes.activation_policies import ActivationPolicy, ways_to
 from outcore.planner.search.evaluations import Evaluations
 from outcore.planner.search.plan_space import Candidate
 from outcore.planner.search.search import search
@@ -48,7 +48,7 @@ def settings(names: Iterable[str], micro_batches: Iterable[int]) -> Iterator[tup
         one = answer_for(question, source, machine_for(question)).setting
         footprint = one.profile.footprint
         assert footprint is not None
-        ways = [sending.away for tier in ("host", "disk") for sending in sendings(tier, footprint)]
+        ways = [way for tier in ("host", "disk") for way in ways_to(tier, footprint)]
         one = replace(one, ways=(None, ActivationPolicy("device", "select"), *ways))
         for number in micro_batches:
             yield [name, "yes" if clipping else "no", number], replace(one, micro_batches=number)
@@ -60,7 +60,8 @@ def candidates(
     """Some fillings, and random candidates."""
     filled = [each for way in ways[:6] for each in list(fillings.of(way))[:40:6]]
     yield from filter(looks.fits, filled[:6])
-    for seed, drawn in enumerate(fillings.drawn(filled[0], 16)):
+    several = (fillings.drawn(filled[0], random.Random(number)) for number in range(16))
+    for seed, drawn in enumerate(filter(None, several)):
         candidate = replace(drawn, saves=random.Random(seed).choice(ways))
         if looks.fits(candidate):
             yield candidate

@@ -16,7 +16,7 @@ from outcore.command.plan.answer import answer_for, machine_for
 from outcore.command.plan.known_models import known_models
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planner.homes.activation_policies import ActivationPolicy
-from outcore.planner.search.job import Job
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.search import search
 from outcore.spec.plan import POLICIES
 
@@ -33,7 +33,7 @@ WAYS = (
 )
 
 
-def losses(job: Job) -> Iterator[tuple[str, Sequence[float | None]]]:
+def losses(job: PlanQuestion) -> Iterator[tuple[str, Sequence[float | None]]]:
     """Tier -> seconds of a step as that tier grows; None: it does not fit."""
     first = _step_s(job)
     for tier in TIERS:
@@ -43,7 +43,7 @@ def losses(job: Job) -> Iterator[tuple[str, Sequence[float | None]]]:
             yield tier, [first, *(_step_s(dataclasses.replace(job, limits=limits)) for limits in larger)]
 
 
-def _step_s(job: Job) -> float | None:
+def _step_s(job: PlanQuestion) -> float | None:
     try:
         return search(job).simulation.step_s
     except PlanInfeasibleError:
@@ -61,13 +61,13 @@ def worst(seconds: Sequence[float | None]) -> float:
     return found
 
 
-def known_jobs(count: int) -> Iterator[tuple[str, Job]]:
+def known_jobs(count: int) -> Iterator[tuple[str, PlanQuestion]]:
     """The settings of ``fixed_policies``."""
     for asked in list(settings())[:count]:
         yield f"{asked.model} on {asked.hardware}, {asked.device_memory} and {asked.host_memory}", job_of(asked)
 
 
-def job_of(asked: Asked) -> Job:
+def job_of(asked: Asked) -> PlanQuestion:
     """The job of a setting, with all ways to treat activations."""
     source = next(each.source for each in known_models() if each.name == asked.model)
     question = asked.question()

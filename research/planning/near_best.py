@@ -29,19 +29,20 @@ from planner.models import even_footprint, layered
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.planner.bound.bound import bound_of, busiest_s
 from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.placement import place
+from outcore.planner.homes.placer import UnitHomes
 from outcore.planner.homes.pools import Comfort
 from outcore.planner.paper.paper_schedule import Circumstances
-from outcore.planner.search.job import Job
-from outcore.planner.search.plan_space import KINDS, ROOMY, TIGHT, Candidate, PlanSpace, UnitHomes
+from outcore.planner.search.plan_question import PlanQuestion
+from outcore.planner.search.plan_space import KINDS, ROOMY, TIGHT, Candidate, PlanSpace
 from outcore.planner.search.search import search
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import simulate
 from outcore.spec.budget import Limits
 from outcore.spec.plan import POLICIES, Plan
 from outcore.spec.schedule import usual_visits
+from planning.bound.bound import bound_of, busiest_s
 
 MIB = 2**20
 RANDOM_ARRANGEMENTS = 60
@@ -49,7 +50,7 @@ SOME = 0.3
 """Share of arrangements tried for four to six units where activations may leave: there are many times as many plans."""
 
 
-def random_job(chance: random.Random, most_units: int = 6) -> Job:
+def random_job(chance: random.Random, most_units: int = 6) -> PlanQuestion:
     """A small model that does not fit on the device, on a machine of any balance, with room for some of everything."""
     count, layer = chance.randint(1, most_units), chance.choice([MIB // 2, MIB])
     model = layered(count, root=chance.choice([0, MIB // 4]), layer=layer)
@@ -68,13 +69,13 @@ def random_job(chance: random.Random, most_units: int = 6) -> Job:
         host_bytes=int(chance.uniform(0.4, 1.5 * count + 1) * state),
         disk_bytes=int(3 * count * state) if chance.random() < 0.7 else None,
     )
-    job = Job(model=model, limits=limits, rates=rates, micro_batches=chance.choice([1, 1, 2]))
+    job = PlanQuestion(model=model, limits=limits, rates=rates, micro_batches=chance.choice([1, 1, 2]))
     if chance.random() < 0.25:
         job = dataclasses.replace(job, is_promised=True, clipping=False)
     return with_activations(job, chance) if chance.random() < 0.5 else job
 
 
-def with_activations(job: Job, chance: random.Random) -> Job:
+def with_activations(job: PlanQuestion, chance: random.Random) -> PlanQuestion:
     """Add activations to a job: what units save is known, takes a part of the device, and may rest anywhere."""
     names = [unit.name for unit in job.model.units[1:]]
     given, kept = (align_up(int(chance.uniform(*s) * 18 * MIB), PAGE_BYTES) for s in ((0.02, 0.1), (0.1, 0.8)))
@@ -108,7 +109,7 @@ def arrangements(count: int, most_whole: int, chance: random.Random) -> Iterator
         yield tuple(chance.choice(KINDS) for _ in range(count))
 
 
-def candidates(job: Job, chance: random.Random) -> Iterator[Candidate]:
+def candidates(job: PlanQuestion, chance: random.Random) -> Iterator[Candidate]:
     """Yield the plans among which the best is sought."""
     roots = (KINDS[0], KINDS[2], KINDS[-1]) if job.model.units[0].params else (KINDS[0],)
     halves = [way._replace(share=0.5) for way in job.ways if way is not None and len(job.model.units) > 2]
@@ -126,20 +127,20 @@ def candidates(job: Job, chance: random.Random) -> Iterator[Candidate]:
             yield Candidate((root, *kinds), comfort, share, some, saves=away)
 
 
-def step_s(job: Job, plan: Plan, away: ActivationPolicy | None = None) -> float:
+def step_s(job: PlanQuestion, plan: Plan, away: ActivationPolicy | None = None) -> float:
     """Seconds of a step, simulated with a longer warm-up than the search uses."""
     visits, run = usual_visits(job.model, job.micro_batches), job.as_run(plan, away)
     return simulate(job.model, run, job.rates, visits, Circumstances(clips=job.clipping), warm_up=6).step_s
 
 
-def best_s(job: Job, enough_s: float, chance: random.Random) -> tuple[float, Candidate | None]:
+def best_s(job: PlanQuestion, enough_s: float, chance: random.Random) -> tuple[float, Candidate | None]:
     """Return the shortest step below ``enough_s`` and its plan."""
     steps = job.micro_batches if job.is_promised else None
-    choice = PlanSpace(job.model, policy=job.policy, accumulation_steps=steps, may_be_early=job.is_promised)
+    choice = PlanSpace(job.model, accumulation_steps=steps, may_be_early=job.is_promised)
     visits, clips = usual_visits(job.model, job.micro_batches), Circumstances(clips=job.clipping)
     best: tuple[float, Candidate | None] = (enough_s, None)
     for candidate in candidates(job, chance):
-        room, taken = job.within(candidate.saves).room, choice.tier_bytes(candidate)
+        room, taken = job.room(candidate.saves), choice.tier_bytes(candidate)
         if any(taken[tier] > room[tier] for tier in room):
             continue
         plan = choice.plan(candidate)
@@ -173,7 +174,7 @@ def compare(seed: int, *, most_units: int = 6, with_more: bool = False) -> Row |
         start_s = time.process_time()
         found = search(job)
         search_s = time.process_time() - start_s
-        today = place(job.model, job.limits, activations=job.within(None).activations)
+        today = place(job.model, job.limits, activations=job.activations(None))
     except PlanInfeasibleError:
         return None
     seconds = step_s(job, found.plan, found.candidate.saves)

@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from outcore.planner.homes.placer import UnitHomes
 from outcore.planner.paper.paper_schedule import Circumstances
-from outcore.planner.search.plan_space import ALL_HOST, Candidate, Comfort, PlanSpace, UnitHomes
+from outcore.planner.search.plan_space import ALL_HOST, Candidate, Comfort, PlanSpace
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import simulate
 from outcore.spec.model import ModelSpec, ParamSpec, UnitSpec

@@ -22,11 +22,8 @@ from plans import share_updates
 
 from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.order.weight_cache import nothing_held
-from outcore.planner.bound.bound import bound_of
 from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.planner.paper.paper_schedule import Circumstances, consecutive
-from outcore.planner.search.orders import climb, num_tried
-from outcore.planner.search.plan_space import moved
 from outcore.planner.timing.player import Task, play
 from outcore.planner.timing.rates import LINKS, OperationTimes, Rates, Shared, Way
 from outcore.planner.timing.simulate import tasks_of
@@ -36,6 +33,7 @@ from outcore.spec.plan import TIERS, Plan, UnitPlan
 from outcore.spec.reservations import can_be_early
 from outcore.spec.schedule import ROOT, Visit, usual_visits
 from outcore.spec.timeline import COMPUTE, HOST
+from planning.bound.bound import bound_of
 
 LEGAL = [(w, g, s) for w in TIERS for g in TIERS for s in TIERS if s != "device" or w == g == "device"]
 STEPS = 10
@@ -182,11 +180,7 @@ def chosen_s(step: Step, num_steps: int = STEPS) -> float:
         plans = [replace(step.plan, updated_first=first, kept_updated_first=kept) for first, kept in orders]
         return [settled_s(*laid_out(replace(step, plan=plan), num_steps), step.rates)[0] for plan in plans]
 
-    def change(order: tuple[tuple[str, ...], bool], chance: random.Random) -> tuple[tuple[str, ...], bool]:
-        first = moved([names.index(name) for name in order[0]], trained, chance)
-        return tuple(names[i] for i in first), order[1]
-
-    names, count = [unit.name for unit in step.model.units], len(step.model.units)
+    count = len(step.model.units)
     trained = [i for i in (*range(1, count), ROOT) if step.model.units[i].trainable]
     firsts = [last_units(step.plan.units, number) for number in sorted({0, 1, 2, 3, count // 2, count})]
     kept = (True, False) if any(u.states == "disk" for u in step.plan.units) else (True,)
@@ -195,8 +189,7 @@ def chosen_s(step: Step, num_steps: int = STEPS) -> float:
     if ROOT in trained:
         root_first = ("", *best[0]), best[1]
         best_s, best = min((best_s, best), *zip(seconds([root_first]), [root_first], strict=True))
-    found = climb(best, best_s, change, seconds, num_tried(step.model, step.plan.accumulation_steps or 1))
-    return best_s if found == best else seconds([found])[0]
+    return best_s
 
 
 def last_units(units: Sequence[UnitPlan], number: int) -> tuple[str, ...]:

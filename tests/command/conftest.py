@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from outcore.command import main as cli
-from outcore.planner.search.job import Job
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.search import Found, search
-from outcore.preparation import forecast
 
 # Transformers imports torchao at some point, and torchao then warns about what it cannot load.
 with warnings.catch_warnings(action="ignore"), suppress(ImportError):
@@ -60,21 +59,21 @@ class Outcome:
 
 
 Run = Callable[..., Outcome]
-_searched: list[tuple[Job, Found]] = []
+_searched: list[tuple[PlanQuestion, Found]] = []
 
 
 @pytest.fixture(autouse=True)
 def _same_jobs_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search once for each job: commands ask for few plans, and a search is deterministic (tests/planner)."""
 
-    def find(job: Job, *shared: Any) -> Found:
+    def find(job: PlanQuestion, *shared: Any) -> Found:
         known = next((found for other, found in _searched if other == job), None)
         if known is None:
             known = search(job, *shared)
             _searched.append((job, known))
         return known
 
-    monkeypatch.setattr(forecast, "search", find)
+    monkeypatch.setattr("outcore.planner.search.search.search", find)
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from outcore.command.plan.answer import answer
 from outcore.command.plan.text import range_of, to_json
 from outcore.planner.forward import watch
 from outcore.planner.homes.placement import place
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.search import explain
 from outcore.planner.timing.known_hardware import known_hardware
-from outcore.preparation.forecast import Forecast, Loop
 from outcore.spec.reservations import tier_bytes
 
 from .conftest import CONFIG, Run
@@ -48,9 +48,9 @@ def test_a_plain_plan_that_recomputes_some_units_is_predicted_as_a_run_predicts_
     assert found.found.plan.plain
     assert found.policies.keys() == {("keep", "device"), ("recompute", "device")}
     job = found.setting.job()
-    run = Forecast(model=found.spec, rates=job.rates, loop=Loop(), footprint=footprint, activation_share=0.3)
-    assert found.found.simulation.step_s == run.simulate(found.found.plan).step_s
-    assert found.found.simulation.step_s == pytest.approx(found.found.bound.seconds)
+    run = PlanQuestion(model=found.spec, rates=job.rates, footprint=footprint, activation_share=0.3)
+    assert found.found.simulation.step_s == run.predict(found.found.plan).step_s
+    assert found.found.simulation.step_s == pytest.approx(found.busiest_lane[1])
 
 
 def test_the_least_is_that_of_the_way_with_activations_that_needs_least(
@@ -63,7 +63,7 @@ def test_the_least_is_that_of_the_way_with_activations_that_needs_least(
     dataclasses.replace(machine, device=device).save(tmp_path / "hardware.json")
     options: dict[str, Any] = {"device_memory": "1700KiB", "seq_len": 128, "grad_accum": 2}
     found = answer(asked(config_json, tmp_path / "hardware.json", **options))
-    assert found.sending is not None
+    assert found.found.candidate.saves is not None
     assert found.found.plan.tier_bytes == tier_bytes(found.spec, found.found.plan), "with what activations take"
     assert found.least.with_others["host"] == 0
     less = answer(asked(config_json, tmp_path / "hardware.json", **options, host_memory="1B"))
@@ -79,8 +79,8 @@ def test_the_rules_plan_is_compared_with_its_own_activations(
     dataclasses.replace(known_hardware("rtx-4090+no-disk"), device=slow).save(tmp_path / "hardware.json")
     found = answer(asked(config_json, tmp_path / "hardware.json", device_memory="1700KiB", seq_len=128))
     job = found.setting.job()
-    assert found.sending is not None
-    rule = place(found.spec, job.limits, activations=job.within(None).activations)
+    assert found.found.candidate.saves is not None
+    rule = place(found.spec, job.limits, activations=job.activations(None))
     step_s = found.found.looks.simulation(rule, None).step_s
     assert [other.step_s for other in found.found.runners_up if other.name == "filled tier by tier"] == [step_s]
 

@@ -31,7 +31,7 @@ from outcore.device.race import RaceChecker
 from outcore.engine.activations import offloaded_call as away
 from outcore.engine.activations.offloaded_call import OffloadedCall, StoragePacker
 from outcore.model import expensive_operations as dear
-from outcore.planner.homes.activation_policies import SizedActivationPolicy
+from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.pools import Comfort
 from outcore.planner.paper.paper_schedule import schedule
 from outcore.preparation.plan_choice import Planner
@@ -519,9 +519,7 @@ def test_autocast_is_in_the_plan(policy: str, tier: str, tmp_path: Path, monkeyp
     drive(model, adamw(model, fused=True))
     options = {"activations": tier, "device": DEVICE, "hardware": "none", "sample": {"input_ids": ids, "labels": ids}}
     with torch.autocast(DEVICE, torch.bfloat16):
-        monkeypatch.setattr(
-            Planner, "_sendings", lambda mine, tier: [SizedActivationPolicy(tier, policy, mine._footprint)]
-        )
+        monkeypatch.setattr(Planner, "_ways", lambda _, tier: [ActivationPolicy(tier, policy)])
         prepared = outcore.prepare(twin, adamw(twin), budget=outcore.Budget(disk=tmp_path), **options)
     with prepared as (twin, optimizer):
         planned = {unit.saved_bytes for unit in optimizer.plan.units[1:]}

@@ -77,7 +77,9 @@ class TestTheFastest:
         assert any(unit.update == "device" for unit in found.units)
 
     @SUITS_THE_CPU
-    def test_updates_run_inside_backward_where_that_is_allowed(self):
+    def test_updates_run_inside_backward_where_that_is_allowed(self, monkeypatch):
+        """The usual plan gets them, too: other plans of this machine do without."""
+        monkeypatch.setattr("outcore.planner.search.search.WORTH", 1.0)
         slow = slow_device()
         promised = planned(hardware=slow, accumulation_steps=1, clipping=False)
         assert any(unit.early for unit in promised.units)
@@ -88,17 +90,17 @@ class TestTheFastest:
         assert planned(hardware=slow_updates()) == planned(hardware=slow_updates())
 
     def test_what_is_hardly_faster_is_not_worth_it(self, monkeypatch):
-        monkeypatch.setattr("outcore.preparation.forecast.WORTH", 1.0)
+        monkeypatch.setattr("outcore.planner.search.search.WORTH", 1.0)
         assert planned(hardware=slow_updates()) == planned(hardware="none")
 
     def test_what_is_no_faster_and_writes_less_is_worth_it(self, monkeypatch, tmp_path):
         """The rule fills tier by tier, and the drive is slow."""
-        monkeypatch.setattr("outcore.preparation.forecast.WORTH", 1.0)
+        monkeypatch.setattr("outcore.planner.search.search.WORTH", 1.0)
         budget = outcore.Budget(device=60_000, host=60_000, disk=tmp_path)
         slow = dataclasses.replace(MACHINE, disk=dataclasses.replace(MACHINE.disk, write_bytes_per_s=1e5))
         usual, found = (planned(hardware=hardware, budget=budget) for hardware in ("none", slow))
         assert found.tier_bytes["disk"] < usual.tier_bytes["disk"]
-        monkeypatch.setattr("outcore.preparation.forecast.takes_more", lambda *_: False)
+        monkeypatch.setattr("outcore.planner.search.search.takes_more", lambda *_: False)
         assert planned(hardware=slow, budget=budget) == usual
 
     def test_a_plan_takes_as_long_for_a_run_as_for_the_search(self, tmp_path):
@@ -112,7 +114,8 @@ class TestTheFastest:
         plan, forecast = Planner(cut, options, device, limits, timed).placed().bare, timed.forecast()
         device.close()
         assert any(unit.states == "disk" for unit in plan.units)
-        assert forecast.simulate(plan).step_s == Evaluations(forecast.job(limits)).simulation(plan, None).step_s
+        question = dataclasses.replace(forecast, limits=limits)
+        assert forecast.predict(plan).step_s == Evaluations(question).simulation(plan, None).step_s
 
     @SUITS_THE_CPU
     def test_what_autocast_never_keeps_is_not_counted_on(self):

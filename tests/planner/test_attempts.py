@@ -7,10 +7,10 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+from planning.bound.bound import bound_of
 from planning.random_steps import random_step
 
 from outcore.order.attempts import Attempt, Attempts
-from outcore.planner.bound.bound import bound_of
 from outcore.planner.homes.early_placement import with_early_updates
 from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.planner.paper.paper_schedule import Circumstances

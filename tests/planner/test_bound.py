@@ -8,11 +8,11 @@ import time
 from typing import Any
 
 import pytest
+from planning.bound.bound import StepBound, _Graph, bound_of
+from planning.bound.jobs import Sweep
+from planning.bound.step_work import totals_of, work_of
 from planning.random_steps import random_step, steps_s
 
-from outcore.planner.bound.bound import StepBound, _Graph, bound_of
-from outcore.planner.bound.jobs import Sweep
-from outcore.planner.bound.step_work import totals_of, work_of
 from outcore.planner.homes.placement import place
 from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.planner.paper.paper_schedule import Circumstances

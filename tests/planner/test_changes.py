@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import pytest
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planner.homes.activation_policies import ActivationPolicy, Activations, DeviceRoom
+from outcore.planner.homes.activation_policies import ActivationPolicy, Activations
 from outcore.planner.homes.placement import fitting, least, place
 from outcore.planner.search.changes import best_changes, curves
-from outcore.planner.search.search import Found, estimate, search
+from outcore.planner.search.search import Found, search
 from outcore.planner.search.setting import Setting
 from outcore.planner.timing.known_hardware import known_hardware
 from outcore.planner.timing.profile import Profile, UnitWork
@@ -70,23 +67,7 @@ def test_each_change_has_a_gain_that_a_search_confirms(case):
     assert more_host.gain == pytest.approx(found.simulation.step_s / more_host.step_s)
 
 
-def elsewhere(function: Callable[[Any], object], items: Iterable[Any]) -> Iterator[object]:
-    """Call a function as another process would, for all items but the first."""
-    first, *others = items
-    yield function(first)
-    for item in others:
-        there, sent = pickle.loads(pickle.dumps((function, item)))
-        yield pickle.loads(pickle.dumps(there(sent)))
-
-
-def test_changes_and_curves_may_be_estimated_elsewhere(case):
-    """All may, except those with other batches, whose profiles do not exist yet."""
-    assert best_changes(*case, most=99, over=elsewhere) == best_changes(*case, most=99)
-    assert curves(*case, over=elsewhere) == curves(*case)
-
-
 def test_the_best_changes_are_those_of_more(case):
-    """They are improved only once they are chosen."""
     three, more = best_changes(*case), best_changes(*case, most=99)
     assert len(three) == 3
     assert {change.name: change for change in three}.items() <= {change.name: change for change in more}.items()
@@ -97,9 +78,8 @@ def test_an_estimate_fills_the_room_that_the_known_plan_leaves():
     setting = setting_of(4, 2, 20, layers=12)
     found = search(setting.job())
     more = setting.with_limits(device_bytes=2 * setting.limits.device_bytes).job()
-    estimated = estimate(more, [found.candidate])
-    assert estimated is not None
-    assert estimated.step_s <= 1.15 * search(more).simulation.step_s
+    estimated = search(more, known=[found.candidate], effort=0.25)
+    assert estimated.simulation.step_s <= 1.15 * search(more).simulation.step_s
 
 
 def test_more_memory_is_never_slower(case):
@@ -120,7 +100,7 @@ def test_a_point_fits_if_it_does_with_any_way_to_treat_activations():
         field = "device_bytes" if points[3].value == setting.limits.device_bytes else "host_bytes"
         for point in points:
             job = setting.with_limits(**{field: point.value}).job()
-            ways = [job.within(way).activations for way in job.ways]
+            ways = [job.activations(way) for way in job.ways]
             fits = any(fitting(job.model, job.limits, way) is not None for way in ways)
             assert (point.step_s is not None) == fits
 
@@ -137,26 +117,26 @@ def test_batches_until_they_do_not_fit(case):
 def test_activations_take_what_they_need():
     setting = setting_of(1.5, 2, 6)
     jobs = (replaced.job() for replaced in (setting, dataclasses.replace(setting, batch_size=64)))
-    small, large = (job.within(None).activations.room for job in jobs)
+    small, large = (job.activations(None) for job in jobs)
     assert small.nbytes == pytest.approx(1.03 * (2 * MIB / 2 + 4 * MIB), abs=4096)
     assert large.nbytes == pytest.approx(16 * small.nbytes, abs=17 * 4096)
     assert small.share == large.share == 0
     on_cpu = dataclasses.replace(setting, activation_share=0.0).job()
-    assert on_cpu.within(None).activations.room == (0, 0.0)
+    assert (on_cpu.activations(None).nbytes, on_cpu.activations(None).share) == (0, 0.0)
 
 
 def test_of_a_model_that_cannot_be_followed_a_share_is_left():
     setting = setting_of(1.5, 2, 6)
     work = setting.profile.work
     job = dataclasses.replace(setting, profile_of=lambda _: Profile(work, None)).job()
-    assert (job.within(None).activations.room, job.saved) == ((0, 0.3), {})
+    assert (job.activations(None), job.saved) == (Activations(0, 0.3), {})
 
 
 def test_activations_that_leave_leave_less_of_the_host():
     setting, away = setting_of(1.5, 2, 6), ActivationPolicy("host", "keep")
     job = dataclasses.replace(setting, ways=(away,)).job()
-    assert job.within(away).left.host_bytes == setting.limits.host_bytes - LAYERS * 4 * MIB
-    assert job.within(away).left.device_bytes == setting.limits.device_bytes - 4 * MIB  # a slot
+    assert job.activations(away).left(job.limits).host_bytes == setting.limits.host_bytes - LAYERS * 4 * MIB
+    assert job.activations(away).left(job.limits).device_bytes == setting.limits.device_bytes - 4 * MIB  # a slot
     found = search(job)
     assert found.candidate.saves == away
     assert found.simulation.timeline.moved_bytes()["d2h"] > 0
@@ -165,12 +145,10 @@ def test_activations_that_leave_leave_less_of_the_host():
 def test_a_part_of_the_units_may_save_more_where_they_are():
     setting, third = setting_of(1.5, 2, 6), ActivationPolicy("device", "select", 1 / LAYERS)
     job = dataclasses.replace(setting, ways=(third,)).job()
-    assert job.within(third).left == setting.limits
+    assert job.activations(third).left(job.limits) == setting.limits
     more = 2 * MIB - MIB / 2  # one unit keeps products instead of its arguments alone
-    assert job.within(third).activations.room.nbytes == pytest.approx(
-        job.within(None).activations.room.nbytes + 1.03 * more, rel=0.05
-    )
-    units = third.of(setting.profile.footprint).applied(search(job).plan).units
+    assert job.activations(third).nbytes == pytest.approx(job.activations(None).nbytes + 1.03 * more, rel=0.05)
+    units = job.activations(third).applied(search(job).plan).units
     assert Counter((unit.policy, unit.activations) for unit in units[1:]) == {
         ("select", "device"): 1,
         ("recompute", "device"): 2,
@@ -187,14 +165,13 @@ def test_as_many_units_save_more_as_there_is_room_for():
 
 
 def test_nothing_fits():
-    setting = setting_of(0.1, 4, 12)
-    assert estimate(setting.job(), []) is None
+    with pytest.raises(PlanInfeasibleError, match="no placement fits"):
+        search(setting_of(0.1, 4, 12).job(), effort=0.25)
 
 
-@pytest.mark.parametrize("room", [DeviceRoom(0, 0.0), DeviceRoom(MIB, 0.3)])
-def test_the_least_would_do_and_a_byte_less_would_not(room: DeviceRoom):
+@pytest.mark.parametrize("activations", [Activations(), Activations(MIB, 0.3)])
+def test_the_least_would_do_and_a_byte_less_would_not(activations: Activations):
     setting = setting_of(1.5, 2, 6)
-    activations = Activations(room)
     found = least(setting.model, setting.limits, [activations])
 
     def fits(**limits: int) -> bool:

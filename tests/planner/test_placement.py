@@ -13,7 +13,7 @@ from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.model.partition import partition
 from outcore.optim.joined import as_one
 from outcore.optim.rules import rule_for
-from outcore.planner.homes.activation_policies import Activations, DeviceRoom, sendings
+from outcore.planner.homes.activation_policies import Activations, ways_to
 from outcore.planner.homes.check import check_plan
 from outcore.planner.homes.placement import STAYING, fitting, least, place, refusal
 from outcore.planner.search.plan_space import ALL_DISK, ALL_HOST, PlanSpace
@@ -49,7 +49,7 @@ def as_limits(required: dict[str, int]) -> Limits:
 @settings(deadline=None, max_examples=150)
 @given(model=model_specs(), given_limits=limits(), accumulation_steps=steps, reserve=reserves)
 def test_keeps_to_the_limits_or_says_what_would_do(model, given_limits, accumulation_steps, reserve):
-    options = {"accumulation_steps": accumulation_steps, "activations": Activations(DeviceRoom(reserve))}
+    options = {"accumulation_steps": accumulation_steps, "activations": Activations(reserve)}
     try:
         plan = place(model, given_limits, **options)
     except PlanInfeasibleError as error:
@@ -67,7 +67,7 @@ def test_keeps_to_the_limits_or_says_what_would_do(model, given_limits, accumula
 @settings(deadline=None, max_examples=100)
 @given(model=model_specs(), given_limits=limits(), share=st.sampled_from([0.1, 0.3, 0.7]), reserve=reserves)
 def test_required_bytes_leave_the_share_of_activations_again(model, given_limits, share, reserve):
-    options = {"activations": Activations(DeviceRoom(reserve, share))}
+    options = {"activations": Activations(reserve, share)}
     try:
         plan = place(model, given_limits, **options)
     except PlanInfeasibleError as error:
@@ -83,7 +83,7 @@ def test_required_bytes_leave_the_share_of_activations_again(model, given_limits
 @settings(deadline=None, max_examples=100)
 @given(model=model_specs(), given_limits=limits(), share=st.sampled_from([0.0, 0.3]))
 def test_one_tier_raised_to_what_the_error_says_is_enough_and_one_byte_less_is_not(model, given_limits, share):
-    activations = Activations(DeviceRoom(share=share))
+    activations = Activations(share=share)
     try:
         place(model, given_limits, activations=activations)
     except PlanInfeasibleError as error:
@@ -145,14 +145,14 @@ def test_what_is_named_suffices_with_one_way_to_treat_activations_and_a_byte_les
     names = [unit.name for unit in model.units]
     given, selected, kept = sorted(saved)
     footprint = even_footprint(names[1:], given=given, selected=selected, kept=kept)
-    sent = [None, *sendings("host", footprint), *sendings("disk", footprint)]
+    sent = [None, *ways_to("host", footprint), *ways_to("disk", footprint)]
     ways = [Activations.of(names, footprint, 0.1, sending) for sending in sent]
 
     def plan_within(limits: Limits) -> Plan | None:
         """The first way's plan, with the activations that leave."""
         for way in ways:
             if (plan := fitting(model, limits, way)) is not None:
-                return plan if way.sending is None else way.sending.applied(plan)
+                return way.applied(plan)
         return None
 
     def fits(**nbytes: int) -> bool:
@@ -301,7 +301,7 @@ def test_activation_reserve_counts_against_the_device():
     model = layered(4)
     whole = place(model, Limits(device_bytes=PLENTY, host_bytes=PLENTY, disk_bytes=None)).tier_bytes["device"]
     tight = Limits(device_bytes=whole, host_bytes=PLENTY, disk_bytes=None)
-    assert place(model, tight, activations=Activations(DeviceRoom(MIB))).tier_bytes["device"] <= whole - MIB
+    assert place(model, tight, activations=Activations(MIB)).tier_bytes["device"] <= whole - MIB
 
 
 def test_policy_is_that_of_all_units_but_the_root():
@@ -314,7 +314,7 @@ def test_policy_is_that_of_all_units_but_the_root():
 def test_message_names_need_budget_and_consumers():
     limits = Limits(device_bytes=MIB, host_bytes=3 * MIB, disk_bytes=30 * MIB)
     with pytest.raises(PlanInfeasibleError) as caught:
-        place(layered(4), limits, activations=Activations(DeviceRoom(MIB)))
+        place(layered(4), limits, activations=Activations(MIB))
     assert str(caught.value) == (
         "expected a plan within the budget, but no placement fits; the least that would do is:\n"
         "device                    budget 1.00 MiB: too little    2.63 MiB\n"

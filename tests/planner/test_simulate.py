@@ -9,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from planning.bound.bound import bound_of
 from planning.random_steps import random_step
 
-from outcore.planner.bound.bound import bound_of
 from outcore.planner.homes.placement import place
 from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.planner.timing import simulate as simulation

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from outcore.planner.bound.jobs import LinkJob, LinkWork, Sweep
-from outcore.planner.bound.times import Times, VisitMoment
 from outcore.planner.timing.rates import Rates
 from outcore.spec.plan import Tier
+from planning.bound.jobs import LinkJob, LinkWork, Sweep
+from planning.bound.times import Times, VisitMoment
 
 
 def list_activations(times: Times, work: LinkWork, *, alike: bool = False) -> None:

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outcore.planner.bound.jobs import LinkJob, LinkWork, Sweep
-from outcore.planner.bound.step_work import totals_of, work_of
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.timing.rates import LINKS, Rates
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.schedule import Visit
+from planning.bound.jobs import LinkJob, LinkWork, Sweep
+from planning.bound.step_work import totals_of, work_of
 
 _PERIODS = 8
 MAX_NODES = 160

@@ -15,10 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from outcore.planner.bound.jobs import LinkJob, LinkWork, most_of
-from outcore.planner.bound.times import Times, UpdatedUnit, VisitMoment
 from outcore.spec.layout import sums_on_device
 from outcore.spec.plan import PoolKind
+from planning.bound.jobs import LinkJob, LinkWork, most_of
+from planning.bound.times import Times, UpdatedUnit, VisitMoment
 
 _KEPT = "slots that keep gradients"
 

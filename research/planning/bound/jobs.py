@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outcore.planner.bound.times import VisitMoment
+from planning.bound.times import VisitMoment
 
 _TOLD_APART = 40
 """In sweeps of at most this many visits, what slots may hold is worked out for each visit; in longer ones for all."""

@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from outcore.order.weight_cache import slot_sizes
-from outcore.planner.bound.activation_work import list_activations
-from outcore.planner.bound.gradient_work import list_gradients
-from outcore.planner.bound.jobs import LinkJob, LinkWork, Sweep, most_of
-from outcore.planner.bound.times import Times, UpdatedUnit, VisitMoment
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.timing.rates import Rates
 from outcore.spec.cut import weights_home
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind
 from outcore.spec.schedule import Visit
+from planning.bound.activation_work import list_activations
+from planning.bound.gradient_work import list_gradients
+from planning.bound.jobs import LinkJob, LinkWork, Sweep, most_of
+from planning.bound.times import Times, UpdatedUnit, VisitMoment
 
 _BRINGING = ("disk_read", "h2d", "link")
 """The links that bring weights, in this order."""

@@ -6,14 +6,14 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outcore.planner.bound.costs import Costs
-from outcore.planner.bound.course import Course
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.timing.rates import OperationTimes, Rates
 from outcore.spec.cut import in_slot
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, PoolKind, Tier, UnitPlan
 from outcore.spec.schedule import ROOT, Visit
+from planning.bound.costs import Costs
+from planning.bound.course import Course
 
 
 class VisitMoment(NamedTuple):

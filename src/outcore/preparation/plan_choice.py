@@ -18,16 +18,18 @@ from outcore.model.casts import Autocast
 from outcore.model.partition import Partition
 from outcore.planner.forward.footprint import Footprint
 from outcore.planner.forward.saved_bytes import footprint_of
-from outcore.planner.homes.activation_policies import Activations, SizedActivationPolicy, sendings, workspace_bytes
+from outcore.planner.homes.activation_policies import ActivationPolicy, Activations, ways_to, workspace_bytes
 from outcore.planner.homes.check import check_plan, room_bytes, with_room
 from outcore.planner.homes.early_placement import with_early_updates
 from outcore.planner.homes.placement import fitting, refusal
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.plan_space import Candidate
+from outcore.planner.search.search import better_than
 from outcore.planner.timing.counted import counted_work
 from outcore.planner.timing.profile import Profile, UnitWork, rates_for
 from outcore.planner.timing.rank_layout import ALONE, Ranks
 from outcore.planner.timing.simulate import Simulation
-from outcore.preparation.forecast import DeviceFacts, Forecast, Loop, NamedHardware, asked_hardware, hardware_for
+from outcore.preparation.forecast import DeviceFacts, Loop, NamedHardware, asked_hardware, hardware_for
 from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.model import Precision
@@ -140,7 +142,7 @@ class Timed:
         """Args: as for ``choose_plan``. profile: Of the sample; None: follow the model. ranks: All that train."""
         self._cut, self._options, self._device, self._profile = cut, options, device, profile
         self._ranks = ranks
-        self._known: Forecast | None = None
+        self._known: PlanQuestion | None = None
 
     def turn_to(self, cut: Partition) -> None:
         """Predict from now on for another way in which ranks share weights. Args: cut: The model with that sharing."""
@@ -150,15 +152,18 @@ class Timed:
     def predict(self, plan: Plan) -> Simulation | None:
         """Predict steps of a plan; None if the micro-batch or the machine is not known."""
         forecast = self.forecast(may_measure=not plan.rests_on_device)
-        return None if forecast is None else forecast.simulate(plan)
+        return None if forecast is None else forecast.predict(plan)
 
-    def forecast(self, *, may_measure: bool = True) -> Forecast | None:
-        """Return a forecast; None if micro-batch or machine are not known. Args: may_measure: See ``hardware_for``."""
+    def forecast(self, *, may_measure: bool = True) -> PlanQuestion | None:
+        """Return what is asked, without limits; None if micro-batch or machine are not known.
+
+        Args: may_measure: See ``hardware_for``.
+        """
         if self._known is None:
             self._known = self._make(may_measure=may_measure)
         return self._known
 
-    def _make(self, *, may_measure: bool) -> Forecast | None:
+    def _make(self, *, may_measure: bool) -> PlanQuestion | None:
         options, device, spec = self._options, self._device, self._cut.spec
         if options.sample is None:
             return None
@@ -175,12 +180,15 @@ class Timed:
         ):
             work = with_times(work, self._cut, options.sample, device, hardware)
         steps = options.accumulation_steps
-        return Forecast(
+        loop = options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None)
+        return PlanQuestion(
             model=spec,
             rates=rates_for(hardware, spec, work, in_bf16=autocast.is_on, ranks=self._ranks),
-            loop=options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None),
-            footprint=self.footprint,
+            micro_batches=loop.micro_batches,
+            is_promised=loop.is_promised,
+            clipping=loop.clips,
             activation_share=device.activation_share,
+            footprint=self.footprint,
             keeps_what_fits=self.keeps_what_fits,
             may_be_plain=options.clipping and steps is None,
         )
@@ -236,9 +244,9 @@ class PlacedPlan(NamedTuple):
     """The plan without the activations that leave."""
     candidate: Candidate | None
     """Short description of the plan; None if it is the rule's."""
-    sending: SizedActivationPolicy | None
+    way: ActivationPolicy | None
     """What units save and where that rests; None: activations stay, and are recomputed."""
-    rule: SizedActivationPolicy | None
+    rule: ActivationPolicy | None
     """The same of the rule's plan."""
 
 
@@ -256,32 +264,34 @@ class Planner:
         """Find a plan. Activations rest where the user wants them, else where the predicted step is shortest."""
         usual = self.usual()
         away = [] if self._tier is not None else [*self._selected(), *self._anywhere()]
-        return self._searched(usual, away)._replace(rule=usual.sending)
+        return self._searched(usual, away)._replace(rule=usual.way)
 
     def usual(self) -> PlacedPlan:
         """Return the rule's plan, without a search for a faster one. Raises: PlanInfeasibleError: Nothing fits."""
-        return self._first_fitting(self._sendings(self._tier) if self._tier is not None else [None, *self._anywhere()])
+        return self._first_fitting(self._ways(self._tier) if self._tier is not None else [None, *self._anywhere()])
 
-    def _searched(self, usual: PlacedPlan, others: Sequence[SizedActivationPolicy]) -> PlacedPlan:
+    def _searched(self, usual: PlacedPlan, others: Sequence[ActivationPolicy]) -> PlacedPlan:
         """Return the fastest plan. Args: usual: The rule's plan. others: Other ways to treat activations."""
         if usual.bare.rests_on_device and (not others or self._keeps_all(usual)):
             return usual
         steps, forecast = self._options.early_steps, self._timed.forecast()
         if forecast is not None:
             stays = [None] if others else []
-            sendings = (usual.sending, *stays, *others)
-            ways = dict.fromkeys(None if sending is None else sending.away for sending in sendings)
-            found, candidate = forecast.better_than(usual.bare, forecast.job(self._limits, tuple(ways)))
-            if candidate is None:
-                return self._whole(found, None, usual.sending)
-            saves = candidate.saves
-            sending = None if saves is None or self._footprint is None else saves.of(self._footprint)
-            return self._whole(found, candidate, sending)
+            is_early = forecast.may_be_early
+            question = dataclasses.replace(
+                forecast,
+                limits=self._limits,
+                ways=tuple(dict.fromkeys((usual.way, *stays, *others))),
+                is_promised=is_early,
+                clipping=not is_early,
+            )
+            found, candidate = better_than(usual.bare, question)
+            return self._whole(found, candidate, usual.way if candidate is None else candidate.saves)
         if steps is None:  # every clipped step would lose its early updates; only a measured run can weigh that
             return usual
-        left = self._activations(usual.sending).left(self._limits)
+        left = self._activations(usual.way).left(self._limits)
         promised = dataclasses.replace(usual.bare, accumulation_steps=steps)
-        return self._whole(with_early_updates(self._cut.spec, promised, left), None, usual.sending)
+        return self._whole(with_early_updates(self._cut.spec, promised, left), None, usual.way)
 
     def _keeps_all(self, usual: PlacedPlan) -> bool:
         """Whether nothing is recomputed, or no footprint tells what is."""
@@ -290,27 +300,27 @@ class Planner:
         keeps = usual.plan.plain or self._timed.keeps_what_fits
         return keeps and self._footprint.keep_bytes <= usual.plan.kept_bytes
 
-    def _first_fitting(self, ways: Sequence[SizedActivationPolicy | None]) -> PlacedPlan:
+    def _first_fitting(self, ways: Sequence[ActivationPolicy | None]) -> PlacedPlan:
         """Return the rule's plan with the first way for which there is room (None: activations stay)."""
         spec, steps = self._cut.spec, self._options.accumulation_steps
-        for sending in ways:
-            activations = self._activations(sending)
+        for way in ways:
+            activations = self._activations(way)
             bare = fitting(spec, self._limits, activations, accumulation_steps=steps)
             if bare is not None:
-                return self._whole(bare, None, sending)
+                return self._whole(bare, None, way)
         raise refusal(spec, self._limits, list(map(self._activations, ways)))
 
-    def _activations(self, sending: SizedActivationPolicy | None) -> Activations:
+    def _activations(self, way: ActivationPolicy | None) -> Activations:
         names = (unit.name for unit in self._cut.spec.units)
-        return Activations.of(names, self._footprint, self._device.activation_share, sending)
+        return Activations.of(names, self._footprint, self._device.activation_share, way)
 
-    def _anywhere(self) -> Iterator[SizedActivationPolicy]:
+    def _anywhere(self) -> Iterator[ActivationPolicy]:
         """Yield ways to host memory and disk. There are none from a device that uses host memory."""
         if not self._device.has_host_memory:
-            yield from self._sendings("host")
-            yield from self._sendings("disk") if self._limits.disk_bytes else ()
+            yield from self._ways("host")
+            yield from self._ways("disk") if self._limits.disk_bytes else ()
 
-    def _selected(self) -> Iterator[SizedActivationPolicy]:
+    def _selected(self) -> Iterator[ActivationPolicy]:
         """Yield ``select`` on a device with its own memory: results that are dear to compute stay beside arguments."""
         saved = {} if self._footprint is None else self._footprint.saved
         gains = any(unit.select > unit.recompute for unit in saved.values())
@@ -320,19 +330,19 @@ class Planner:
             and self._options.compile is False
             and not self._device.has_host_memory
         ):
-            yield SizedActivationPolicy("device", "select", self._footprint)
+            yield ActivationPolicy("device", "select")
 
-    def _sendings(self, tier: AwayTier) -> list[SizedActivationPolicy]:
+    def _ways(self, tier: AwayTier) -> list[ActivationPolicy]:
         footprint, may_select = self._footprint, self._options.compile is False
-        return [] if footprint is None else sendings(tier, footprint, may_select=may_select)
+        return [] if footprint is None else ways_to(tier, footprint, may_select=may_select)
 
-    def _whole(self, bare: Plan, candidate: Candidate | None, sending: SizedActivationPolicy | None) -> PlacedPlan:
+    def _whole(self, bare: Plan, candidate: Candidate | None, way: ActivationPolicy | None) -> PlacedPlan:
         """Add the activations that leave, and the room that is left to keep others."""
-        spec, plan = self._cut.spec, bare if sending is None else sending.applied(bare)
+        spec, plan = self._cut.spec, self._activations(way).applied(bare)
         plan = dataclasses.replace(plan, workspace_bytes=self._workspace_bytes(plan.units))
         check_plan(spec, plan, self._limits)
         plan = with_room(spec, plan, self._limits, clipping=self._options.clipping)
-        return PlacedPlan(plan, bare, candidate, sending, sending)
+        return PlacedPlan(plan, bare, candidate, way, way)
 
     def _workspace_bytes(self, units: Sequence[UnitPlan]) -> int:
         """Return device bytes to leave to activations and workspace; 0: not known, or not in the device's budget."""

@@ -18,7 +18,8 @@ from outcore.engine.optimizer import StreamedOptimizer
 from outcore.engine.unit.one_process import measuring
 from outcore.model.partition import partition
 from outcore.optim.rules import rule_for
-from outcore.planner.search.plan_space import ALL_DEVICE, ALL_HOST, PlanSpace, UnitHomes
+from outcore.planner.homes.placer import UnitHomes
+from outcore.planner.search.plan_space import ALL_DEVICE, ALL_HOST, PlanSpace
 
 _UNITS, _WIDTH, _WARM_UP = 8, 16, 3
 _LEAST_S = 1e-9  # 0 would say that a figure is not known

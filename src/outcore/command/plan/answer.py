@@ -30,7 +30,7 @@ from outcore.optim.joined import members
 from outcore.optim.rules import rule_for
 from outcore.planner.forward.footprint import as_run
 from outcore.planner.forward.saved_bytes import footprint_of
-from outcore.planner.homes.activation_policies import ActivationPolicy, SizedActivationPolicy, sendings
+from outcore.planner.homes.activation_policies import ActivationPolicy, ways_to
 from outcore.planner.homes.occupancy import TierLoad, occupancy, peak_of
 from outcore.planner.homes.placement import Least, least
 from outcore.planner.homes.pools import LEAST, pools_for
@@ -67,8 +67,6 @@ class Answer:
     setting: Setting
     found: Found
     """What the search found. Its plan is the one that a run with the same budgets would follow."""
-    sending: SizedActivationPolicy | None = None
-    """Which activations leave the device."""
     guess: str = ""
     """Why the model could not be followed on shapes; empty if it could."""
 
@@ -98,6 +96,11 @@ class Answer:
         """The changes that would help most; none if the model could not be followed on shapes."""
         return () if self.guess else best_changes(self.setting, self.found)
 
+    @property
+    def busiest_lane(self) -> tuple[str, float]:
+        """The lane that works longest in a step, and its seconds."""
+        return max(self.busy_s().items(), key=lambda item: item[1], default=("compute", 0.0))
+
     @cached_property
     def loads(self) -> tuple[TierLoad, ...]:
         """What is predicted to be in use on each tier over time."""
@@ -123,10 +126,10 @@ class Answer:
         job, ranks = self.setting.job(), self.setting.ranks
         sharings = [self.spec.sharing] if ranks.size == 1 else _sharings(ranks)
         models = [dataclasses.replace(self.spec, sharing=sharing) for sharing in sharings]
-        sent: list[SizedActivationPolicy] = []
+        away: list[ActivationPolicy] = []
         if job.footprint is not None and job.activation_share:  # the device has memory of its own
-            sent = [sending for tier in get_args(AwayTier) for sending in sendings(tier, job.footprint)]
-        ways = [job.within(way).activations for way in dict.fromkeys([*job.ways, *(each.away for each in sent)])]
+            away = [way for tier in get_args(AwayTier) for way in ways_to(tier, job.footprint)]
+        ways = [job.activations(way) for way in dict.fromkeys([*job.ways, *away])]
         return Least.of_any([least(model, job.limits, ways) for model in models])
 
     @property
@@ -287,7 +290,7 @@ class _PlanRequest:
         options = self._options()
         timed = Timed(self._cut, options, self._machine, profile=profile, ranks=asked.ranks)
         placed = self._placed(options, timed)
-        ways = [None if sending is None else sending.away for sending in (placed.rule, placed.sending)]
+        ways = [placed.rule, placed.way]
         if profile.footprint is not None and self._machine.activation_share:
             # Where less memory is left, or more is saved, arguments may have to leave.
             ways += [None, ActivationPolicy("host", "recompute")]
@@ -305,10 +308,8 @@ class _PlanRequest:
             ways=tuple(dict.fromkeys([*ways, None])),
             ranks=asked.ranks,
         )
-        forecast = timed.forecast()
-        simulated = None if forecast is None else forecast.simulated
-        found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate, simulated), plan=placed.plan)
-        return Answer(question=asked, setting=setting, found=found, sending=placed.sending, guess=self._guess)
+        found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate), plan=placed.plan)
+        return Answer(question=asked, setting=setting, found=found, guess=self._guess)
 
     def _placed(self, options: Options, timed: Timed, *, searches: bool = True) -> PlacedPlan:
         """Return the plan of a run; for several ranks, also choose how they share weights."""

@@ -149,10 +149,11 @@ def _asked(answer: Answer) -> str:
 def _facts(answer: Answer) -> Iterator[tuple[str, str, str]]:
     found = answer.found
     step_s, ends = found.simulation.step_s, range_of(answer)
+    lane, busy_s = answer.busiest_lane
     yield (
         "Step, predicted",
         f"{step_s:.4g} s",
-        f"no order of this plan's operations takes less than {found.bound.seconds:.4g} s"
+        f"the busiest lane, {lane}, works {busy_s:.4g} s"
         + (f"; {ends.step_text} by the ranges of the machine's figures" if ends else ""),
     )
     ranks = answer.setting.ranks

@@ -75,7 +75,9 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
         "tokens",
         f"{format_rate(answer.tokens_per_s)} per second (predicted{f', {ends.tokens_text}' if ends else ''}){of_all}",
     )
-    yield "bound", f"{found.bound.seconds:.4g} s: no order of this plan's operations is faster"
+    lane, busy_s = answer.busiest_lane
+    share = busy_s / found.simulation.step_s if found.simulation.step_s else 0.0
+    yield "busiest", f"{lane} works {busy_s:.4g} s, {share:.0%} of the step"
     yield "binds", ", ".join(f"{link} {part:.0%}" for link, part in found.simulation.binding.items() if part >= 0.01)
     busy = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in answer.busy_s().items())
     yield "busy", f"{busy} s per step"
@@ -188,7 +190,7 @@ def to_json(answer: Answer) -> str:
         "predicted_step_s_range": ends and ends.step_s,
         "predicted_tokens_per_s": answer.tokens_per_s,
         "predicted_tokens_per_s_range": ends and ends.tokens_per_s,
-        "bound_s": found.bound.seconds,
+        "busiest_lane": dict(zip(("lane", "seconds"), answer.busiest_lane, strict=True)),
         "received_bytes": answer.received_bytes(),
         "binding": dict(found.simulation.binding),
         "busy_s": answer.busy_s(),

@@ -20,31 +20,19 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planner.homes.activation_policies import Activations, DeviceRoom
-from outcore.planner.homes.pools import (
-    DEVICE_COMFORTS,
-    HOST_COMFORTS,
-    LEAST,
-    Comfort,
-    Need,
-    Needs,
-    build_pools,
-    needs_of,
-    pools_for,
-)
+from outcore.planner.homes.activation_policies import Activations
+from outcore.planner.homes.placer import Placement, Placer, TierBytes, UnitHomes, with_slots
+from outcore.planner.homes.pools import DEVICE_COMFORTS, HOST_COMFORTS, LEAST, Comfort
 from outcore.spec.budget import Limits
-from outcore.spec.cut import is_resident, shared
-from outcore.spec.layout import lay_out_states
-from outcore.spec.model import ModelSpec, UnitSpec
-from outcore.spec.plan import Plan, Policy, Tier, UnitPlan
+from outcore.spec.model import ModelSpec
+from outcore.spec.plan import Plan, Policy, Tier
 from outcore.spec.plan_table import infeasible_table
-from outcore.spec.reservations import tier_bytes
 
-STAYING = Activations(DeviceRoom())
+STAYING = Activations()
 """Activations that take nothing of the limits."""
 
 
@@ -70,8 +58,8 @@ def place(
 
     Cost: 0.2 s for 128 equal units, seconds if all differ; integers only.
     """
-    search = _Placements(model, limits, accumulation_steps)
-    plan = search.beside(activations).roomiest(policy)
+    search = _Placements(model, limits, accumulation_steps=accumulation_steps, policy=policy)
+    plan = search.beside(activations).roomiest()
     if plan is None:
         raise _refusal(search, [activations])
     return plan
@@ -81,7 +69,7 @@ def fitting(
     model: ModelSpec, limits: Limits, activations: Activations, *, accumulation_steps: int | None = None
 ) -> Plan | None:
     """Return the plan of ``place``, or None if nothing fits."""
-    return _Placements(model, limits, accumulation_steps).beside(activations).roomiest("recompute")
+    return _Placements(model, limits, accumulation_steps=accumulation_steps).beside(activations).roomiest()
 
 
 def refusal(model: ModelSpec, limits: Limits, several: Sequence[Activations]) -> PlanInfeasibleError:
@@ -139,58 +127,35 @@ def _least(search: _Placements, several: Sequence[Activations]) -> Least:
 def _refusal(search: _Placements, several: Sequence[Activations]) -> PlanInfeasibleError:
     """See ``refusal``."""
     found = _least(search, several)
-    within, sending = search.beside(found.activations), found.activations.sending
-    plan = within.plan(within.least(), LEAST, "recompute")
-    plan = plan if sending is None else sending.applied(plan)
+    within = search.beside(found.activations)
+    plan = within.plan(within.least(), LEAST)
+    plan = found.activations.applied(plan)
     message = infeasible_table(search.model, plan, search.given, found.at_all, raise_one_to=found.with_others)
     return PlanInfeasibleError(message, dict(found.at_all.items()), dict(found.with_others.items()))
 
 
-class _Bytes(NamedTuple):
-    device: int
-    host: int
-    disk: int
-
-    def plus(self, other: _Bytes, times: int = 1) -> _Bytes:
-        return _Bytes(
-            self.device + times * other.device, self.host + times * other.host, self.disk + times * other.disk
-        )
-
-
-class _Homes(NamedTuple):
-    weights: Tier
-    gradients: Tier
-    states: Tier
-
-
-def _homes_at(index: int, borders: Iterable[tuple[int, int]]) -> _Homes:
-    return _Homes(*("device" if index < near else "host" if index < far else "disk" for near, far in borders))
-
-
-class _UnitFootprint(NamedTuple):
-    """What one unit takes with given homes: bytes and slots."""
-
-    plan: UnitPlan
-    homes: _Bytes
-    needs: tuple[Need, ...]
+def _homes_at(index: int, borders: Iterable[tuple[int, int]]) -> UnitHomes:
+    return UnitHomes(*("device" if index < near else "host" if index < far else "disk" for near, far in borders))
 
 
 class _Placements:
     """All plans of the rule over one model and one set of limits."""
 
-    def __init__(self, model: ModelSpec, given: Limits, accumulation_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        given: Limits,
+        *,
+        accumulation_steps: int | None = None,
+        policy: Policy = "recompute",
+    ) -> None:
         """Args: given: The most that may be taken, activations included."""
-        self.model, self.given, self.accumulation_steps = model, given, accumulation_steps
-        self.num_units = len(model.units)
-        # Equal units are counted, not listed: 100 equal layers cost as much as one.
-        shapes = [shape_of(unit, model) for unit in model.units]
-        first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
-        self._alike = [first[shape] for shape in shapes]
-        self._ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(self._alike)))
+        self.model, self.given, self.num_units = model, given, len(model.units)
+        self._placer = placer = Placer(model, policy=policy, accumulation_steps=accumulation_steps)
+        # Equal units are counted, not listed.
+        self._ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(placer.alike)))
         """Where runs of equal units end."""
-        # Cached per object: functools.cache on the methods would keep every search alive.
-        self._needs = functools.cache(self._count_needs)
-        self._footprint = functools.cache(self._measure)
+        self._needs = functools.cache(lambda line: placer.needs(self._alike_homes(line)))
         self.turn_to(STAYING)
 
     def turn_to(self, activations: Activations) -> None:
@@ -205,7 +170,7 @@ class _Placements:
         other.turn_to(activations)
         return other
 
-    def roomiest(self, policy: Policy) -> Plan | None:
+    def roomiest(self) -> Plan | None:
         """Return the best plan with the most slots, or None if nothing fits."""
         if self.activations.exceeds(self.given) or self.best([LEAST]) is None:
             return None
@@ -213,7 +178,7 @@ class _Placements:
             comforts = [Comfort(prefetch_depth=depth, num_buckets=buckets, max_slots_host=n) for n in HOST_COMFORTS]
             best = self.best(comforts)
             if best is not None:
-                return self.plan(*best, policy)
+                return self.plan(*best)
         raise AssertionError("a plan with the fewest slots fits, but none was found")
 
     def least_limits(self) -> Least:
@@ -233,11 +198,6 @@ class _Placements:
         """Return the length of the host's queue."""
         weights = min(on_device, self.num_units - 1)
         return self.num_units - 1 - weights + 2 * (self.num_units - (on_device - weights))
-
-    def homes(self, line: Waterline) -> list[_Homes]:
-        """Return the homes of all units, the root first."""
-        borders = self._borders(line)
-        return [_homes_at(i, borders) for i in range(self.num_units)]
 
     def _borders(self, line: Waterline) -> list[tuple[int, int]]:
         """Return of weights, gradients and states how many units have them on the device, and on device or host."""
@@ -343,30 +303,18 @@ class _Placements:
         """Return the least device bytes of a plan with this count: see [Note: one tier]."""
         return self.bytes(Waterline(on_device, self._host_choices(on_device)[0]), comfort).device
 
-    def bytes(self, line: Waterline, comfort: Comfort) -> _Bytes:
+    def bytes(self, line: Waterline, comfort: Comfort) -> TierBytes:
         """Return the least limits that allow a plan: what it takes, and on the device room for activations."""
-        slots = {"device": 0, "host": 0}
-        for pool in build_pools(self._needs(line), comfort):
-            slots[pool.tier] += pool.total_bytes
-        taken = self._homes_bytes(line).plus(_Bytes(slots["device"], slots["host"], 0))
-        return taken._replace(device=self.activations.room.limit_for(taken.device))
+        _, taken = with_slots(self._homes_bytes(line), self._needs(line), comfort)
+        return taken._replace(device=self.activations.limit_for(taken.device))
 
-    def plan(self, line: Waterline, comfort: Comfort, policy: Policy) -> Plan:
+    def plan(self, line: Waterline, comfort: Comfort) -> Plan:
         """Return the plan of a waterline."""
-        units = tuple(
-            self._unit_plan(i, homes, spec.name, policy)
-            for i, (spec, homes) in enumerate(zip(self.model.units, self.homes(line), strict=True))
-        )
-        fetches = not all(map(is_resident, self.model.units, units))
-        plan = Plan(
-            precision=self.model.precision,
-            units=units,
-            pools=pools_for(self.model, units, comfort),
-            prefetch_depth=comfort.prefetch_depth if fetches else 0,
-            accumulation_steps=self.accumulation_steps,
-            micro_batches_in_unit=self.model.micro_batches_in_unit,
-        )
-        return dataclasses.replace(plan, tier_bytes=dict(tier_bytes(self.model, plan).items()))
+        borders = self._borders(line)
+        placements = [Placement(_homes_at(i, borders)) for i in range(self.num_units)]
+        pools, taken = with_slots(self._homes_bytes(line), self._needs(line), comfort)
+        plan = self._placer.plan(placements, comfort, pools)
+        return dataclasses.replace(plan, tier_bytes=taken._asdict())
 
     def _host_choices(self, on_device: int) -> range:
         most = self.most_on_host(on_device)
@@ -380,47 +328,13 @@ class _Placements:
         stop = bisect.bisect_right(choices, host_bytes, key=lambda n: self._homes_bytes(Waterline(on_device, n)).host)
         return choices[first:stop]
 
-    def _alike_homes(self, line: Waterline) -> Iterable[tuple[tuple[int, _Homes], int]]:
+    def _alike_homes(self, line: Waterline) -> Iterable[tuple[tuple[int, Placement], int]]:
         """Count equal units with the same homes. Each run of them is looked at only once."""
-        borders, found = self._borders(line), Counter[tuple[int, _Homes]]()
+        borders, found = self._borders(line), Counter[tuple[int, Placement]]()
         ends = {*self._ends, *itertools.chain.from_iterable(borders)} - {0}
         for start, stop in itertools.pairwise([0, *sorted(ends)]):
-            found[self._alike[start], _homes_at(start, borders)] += stop - start
+            found[self._placer.alike[start], Placement(_homes_at(start, borders))] += stop - start
         return found.items()
 
-    def _homes_bytes(self, line: Waterline) -> _Bytes:
-        total = _Bytes(0, 0, 0)
-        for key, count in self._alike_homes(line):
-            total = total.plus(self._footprint(*key).homes, count)
-        return total
-
-    def _count_needs(self, line: Waterline) -> Needs:
-        needs = Needs()
-        for key, count in self._alike_homes(line):
-            unit = self._footprint(*key)
-            needs.add(unit.needs, count)
-        return needs
-
-    def _measure(self, index: int, homes: _Homes) -> _UnitFootprint:
-        spec = self.model.units[index]
-        plan = self._unit_plan(index, homes, spec.name, "keep")
-        alone = Plan(precision=self.model.precision, units=(plan,), pools=(), prefetch_depth=0)
-        nbytes = tier_bytes(dataclasses.replace(self.model, units=(spec,)), alone)
-        return _UnitFootprint(plan, _Bytes(**nbytes), tuple(needs_of(spec, plan, self.model)))
-
-    def _unit_plan(self, index: int, homes: _Homes, name: str, policy: Policy) -> UnitPlan:
-        spec = self.model.units[index]
-        weights: Tier = homes.weights if spec.weight_bytes else "device"
-        gradients, states = (homes.gradients, homes.states) if spec.trainable_bytes else (weights, weights)
-        policy = policy if name else "keep"
-        plan = UnitPlan(name=name, weights=weights, gradients=gradients, states=states, policy=policy)
-        return shared(plan, self.model.sharing)
-
-
-def shape_of(unit: UnitSpec, model: ModelSpec) -> Hashable:
-    """Return what a unit's bytes depend on, besides its homes."""
-    states = lay_out_states(unit, ("master", *model.state_names)).values()
-    nbytes = (unit.weight_bytes, unit.trainable_bytes, unit.update_bytes, unit.buffer_bytes)
-    compact = [param.numel for param in unit.trainable if param.master_format == "compact"]
-    rules = frozenset((param.temporary_bytes, param.is_whole, param.draws_noise) for param in unit.trainable)
-    return *nbytes, *(state.nbytes for state in states), *compact, rules, not unit.name
+    def _homes_bytes(self, line: Waterline) -> TierBytes:
+        return self._placer.homes_bytes(self._alike_homes(line))

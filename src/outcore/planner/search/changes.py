@@ -1,24 +1,27 @@
 """What would help, and how step time depends on memory and batch: the same question asked of changed settings.
 
-Changed settings are estimated from the plan that was found, since what is best for one is often nearly best for the
-next, and from fillings where that plan does not fit or leaves much room.
+Changed settings are searched with a part of the simulations, and from the plan that was found as well, since what is
+best for one is often nearly best for the next.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
+from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planner.search.evaluations import Simulated
 from outcore.planner.search.plan_space import Candidate
-from outcore.planner.search.search import Estimate, Found, estimate, improve
+from outcore.planner.search.search import Found, search
 from outcore.planner.search.setting import Setting
 
 _LEAST_GAIN = 1.01
+_EFFORT = 0.25
+"""The part of the simulations of a search that a changed setting gets."""
 _MEMORY = (0.5, 0.625, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 _MOST_BATCHES = 8
 
@@ -60,63 +63,41 @@ class Curves(NamedTuple):
     """Over sequences per micro-batch."""
 
 
-class _TriedChange(NamedTuple):
-    """A change whose gain is not known yet."""
-
-    name: str
-    effort: float
-    setting: Setting
-    """The changed setting."""
-    known: Candidate
-    """A candidate that is good for the setting as it is."""
-    same_s: float
-    """Seconds of a step with the change at which tokens per second are the same as without it."""
-
-    def change(self, reached: Estimate) -> SettingChange:
-        """Return the change with its gain."""
-        return SettingChange(self.name, self.effort, reached.step_s, self.same_s / reached.step_s)
-
-
-def best_changes(
-    setting: Setting, found: Found, *, most: int = 3, over: Callable[..., Iterable[Any]] = map
-) -> tuple[SettingChange, ...]:
+def best_changes(setting: Setting, found: Found, *, most: int = 3) -> tuple[SettingChange, ...]:
     """Return the changes with the largest gain for their effort.
 
     Args:
         setting: The setting as it is.
         found: The plan that was found for it.
         most: The most changes to return.
-        over: Works like ``map``, and may use another process. All items but the first can be pickled. The first has
-            another batch size, whose profile is not known yet.
     """
-    step_s, known = found.simulation.step_s, found.candidate
-    tried = [_TriedChange(*each, known, step_s * each[-1].tokens / setting.tokens) for each in _changed(setting)]
-    reached = list(over(_reached, tried))
-    changes = {i: tried[i].change(estimated) for i, estimated in enumerate(reached) if estimated is not None}
-    best = sorted(sorted(changes, key=lambda i: -changes[i].worth)[:most])  # what cannot be pickled stays first
-    improved = over(_improved, [(tried[i], reached[i]) for i in best])
-    chosen = [tried[i].change(estimated) for i, estimated in zip(best, improved, strict=True)]
-    return tuple(sorted(chosen, key=lambda change: -change.worth))
+    changes = list[SettingChange]()
+    for name, effort, changed in _changed(setting):
+        reached = _searched(changed, [found.candidate])
+        if reached is not None and reached.simulation.step_s:
+            same_s = found.simulation.step_s * changed.tokens / setting.tokens  # as many tokens per second as before
+            gain = same_s / reached.simulation.step_s
+            changes += [SettingChange(name, effort, reached.simulation.step_s, gain)] if gain >= _LEAST_GAIN else []
+    return tuple(sorted(changes, key=lambda change: -change.worth)[:most])
 
 
-def _reached(tried: _TriedChange) -> Estimate | None:
-    """Return the estimated step with the change, or None if it gains next to nothing."""
-    reached = estimate(tried.setting.job(), [tried.known], enough_s=tried.same_s / _LEAST_GAIN)
-    if reached is None or not reached.step_s or tried.same_s / reached.step_s < _LEAST_GAIN:
-        return None
-    return reached
+def _searched(setting: Setting, known: Sequence[Candidate], simulated: Simulated | None = None) -> Found | None:
+    """Search a changed setting, with a part of the simulations; None if nothing fits.
 
-
-def _improved(pair: tuple[_TriedChange, Estimate]) -> Estimate:
-    tried, reached = pair
-    return improve(tried.setting.job(), reached)
+    Args:
+        setting: The setting.
+        known: Candidates that are good for settings like it.
+        simulated: See ``search``.
+    """
+    with suppress(PlanInfeasibleError):
+        return search(setting.job(), simulated, known=known, effort=_EFFORT)
+    return None
 
 
 def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
     """Yield of every change its name, its effort, and the changed setting."""
     batch = 2 * setting.batch_size
     yield f"batches of {batch} sequences", 1, replace(setting, batch_size=batch)
-    setting = _with_profile(setting)
     hardware, limits = setting.hardware, setting.limits
     disk, bus, host, device = hardware.disk, hardware.bus, hardware.host, hardware.device
     steps = 2 * setting.micro_batches
@@ -146,38 +127,27 @@ def _changed(setting: Setting) -> Iterator[tuple[str, float, Setting]]:
     yield "a device that computes twice as fast", 4, replace(setting, hardware=replace(hardware, device=faster_device))
 
 
-def _with_profile(setting: Setting) -> Setting:
-    """Return the setting with the profile of its own batches alone, so that it can be pickled."""
-    return replace(setting, profile_of={setting.batch_size: setting.profile}.__getitem__)
-
-
 def _times(part: Any, factor: float, *fields: str) -> Any:
     return replace(part, **{field: factor * getattr(part, field) for field in fields})
 
 
-def curves(setting: Setting, found: Found, *, over: Callable[..., Iterable[Any]] = map) -> Curves:
-    """Return step times over memory and batches. Args: as for ``best_changes``."""
-    today, same_batch = Estimate(found.simulation.step_s, found.candidate), _with_profile(setting)
-    over_memory = ((partial(_over_memory, field), same_batch) for field in ("device_bytes", "host_bytes"))
-    batch, device, host = over(_points, [(_over_batch, setting, today), *((*each, today) for each in over_memory)])
-    return Curves(device, host, batch)
+def curves(setting: Setting, found: Found) -> Curves:
+    """Return step times over memory and batches. Args: found: The plan that was found for the setting as it is."""
+    return Curves(
+        _over_memory("device_bytes", setting, found),
+        _over_memory("host_bytes", setting, found),
+        _over_batch(setting, found),
+    )
 
 
-def _points(
-    asked: tuple[Callable[[Setting, Estimate], tuple[CurvePoint, ...]], Setting, Estimate],
-) -> tuple[CurvePoint, ...]:
-    curve, setting, today = asked
-    return curve(setting, today)
-
-
-def _over_memory(field: str, setting: Setting, today: Estimate) -> tuple[CurvePoint, ...]:
+def _over_memory(field: str, setting: Setting, today: Found) -> tuple[CurvePoint, ...]:
     """Return step times for different budgets. Args: field: Of ``Limits``. today: What was found for the setting."""
     sizes = [int(factor * getattr(setting.limits, field)) for factor in _MEMORY]
     now = getattr(setting.limits, field)
     return _curve(setting, today, sizes, now, lambda n: setting.with_limits(**{field: n}), is_memory=True)
 
 
-def _over_batch(setting: Setting, today: Estimate) -> tuple[CurvePoint, ...]:
+def _over_batch(setting: Setting, today: Found) -> tuple[CurvePoint, ...]:
     """Return step times for different sequences per micro-batch, up to the first size that does not fit.
 
     Args:
@@ -194,24 +164,26 @@ def _over_batch(setting: Setting, today: Estimate) -> tuple[CurvePoint, ...]:
 
 def _curve(
     setting: Setting,
-    today: Estimate,
+    today: Found,
     values: Iterable[int],
     now: int,
     changed: Callable[[int], Setting],
     *,
     is_memory: bool,
 ) -> tuple[CurvePoint, ...]:
-    """Return points from the smallest value up, so that a candidate that fits in less is known where there is more."""
+    """Evaluate points in increasing order: each search knows the plan that was best for less."""
     points: list[CurvePoint] = []
     known: Sequence[Candidate] = [today.candidate]
-    simulated = Simulated() if is_memory else None
+    simulated: Simulated | None = {} if is_memory else None
     for value in sorted(values):
         if value == now:
-            points.append(CurvePoint(value, today.step_s, setting.tokens, is_today=True))
+            points.append(CurvePoint(value, today.simulation.step_s, setting.tokens, is_today=True))
             continue
         other = changed(value)
-        reached = estimate(other.job(), known, simulated)
+        reached = _searched(other, known, simulated)
         if reached is not None:
             known = list(dict.fromkeys([today.candidate, reached.candidate]))
-        points.append(CurvePoint(value, None if reached is None else reached.step_s, other.tokens, is_today=False))
+        points.append(
+            CurvePoint(value, None if reached is None else reached.simulation.step_s, other.tokens, is_today=False)
+        )
     return tuple(points)

@@ -7,32 +7,19 @@ mostly stand side by side, since units in a row differ in when they are needed a
 from __future__ import annotations
 
 import functools
-import itertools
-import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
 
 from outcore.planner.homes.activation_policies import ActivationPolicy
-from outcore.planner.homes.placement import shape_of
-from outcore.planner.homes.pools import Comfort, Need, Needs, build_pools, needs_of
+from outcore.planner.homes.placer import Placement, Placer, TierBytes, UnitHomes, with_slots
+from outcore.planner.homes.pools import Comfort
 from outcore.planner.homes.share import can_be_staged, spread
-from outcore.spec.cut import is_resident, shared
 from outcore.spec.model import ModelSpec
-from outcore.spec.plan import Plan, Policy, Pool, Tier, UnitPlan
-from outcore.spec.reservations import can_be_early, tier_bytes
+from outcore.spec.plan import Plan, Policy, Pool, Tier
+from outcore.spec.reservations import can_be_early
 from outcore.spec.schedule import ROOT
-
-
-class UnitHomes(NamedTuple):
-    """Homes of a unit."""
-
-    weights: Tier
-    gradients: Tier
-    states: Tier
-
 
 KINDS = (
     UnitHomes("device", "device", "device"),
@@ -50,9 +37,7 @@ ROOMY = Comfort(prefetch_depth=2, num_buckets=2, max_slots_host=3)
 LEAN = Comfort(prefetch_depth=1, num_buckets=1, max_slots_host=1)
 TIGHT = Comfort(prefetch_depth=0, num_buckets=1, max_slots_host=1)
 SMALL = 8
-"""In models of at most this many units beside the root, changes of single units and of pairs are tried, too."""
-_TOGETHER = (1, 1, 2, 4, 8)
-"""Numbers of updates in a row that move together in the order of updates."""
+"""In models of at most this many units beside the root, changes of single units are tried, too."""
 _MOST = {"prefetch_depth": 5, "num_buckets": 6, "max_slots_host": 4}
 
 
@@ -92,16 +77,6 @@ class Candidate:
     def __hash__(self) -> int:  # kept: kinds can be hundreds, and the hash is asked for again and again
         return self._hash
 
-    def __getstate__(self) -> dict[str, object]:  # hashes differ in another process
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
-
-
-class _UnitNeeds(NamedTuple):
-    """What one unit takes: bytes of its homes by tier, and the slots that it needs."""
-
-    nbytes: dict[Tier, int]
-    needs: tuple[Need, ...]
-
 
 class PlanSpace:
     """Turns candidates of one model into plans, and lists the candidates near one."""
@@ -110,7 +85,7 @@ class PlanSpace:
         self,
         model: ModelSpec,
         *,
-        policy: Policy,
+        policy: Policy = "recompute",
         accumulation_steps: int | None,
         may_be_early: bool,
         ways: Sequence[ActivationPolicy | None] = (None,),
@@ -124,56 +99,36 @@ class PlanSpace:
             may_be_early: Whether updates inside backward are allowed.
             ways: What may become of activations.
         """
-        self._model, self._policy, self._ways = model, policy, ways
-        self._accumulation_steps, self._may_be_early = accumulation_steps, may_be_early
-        # Equal units are worked out once: plans of hundreds of units are made again and again.
-        self._unit = functools.cache(self._write_unit)
+        self._model, self._ways, self._may_be_early = model, ways, may_be_early
+        self._placer = Placer(model, policy=policy, accumulation_steps=accumulation_steps)
+        self.alike = self._placer.alike
         usual = range(len(model.units)) if model.units[ROOT].num_ranks > 1 else (*range(1, len(model.units)), ROOT)
         self._trained = [i for i in usual if model.units[i].trainable]
         """Units in the usual order of updates: see ``weight_cache.update_order``."""
-        shapes = [shape_of(unit, model) for unit in model.units]
-        first = {shape: i for i, shape in reversed(list(enumerate(shapes)))}
-        self._alike = [first[shape] for shape in shapes]
-        self._footprint = functools.cache(self._measure)
         self._can_be = functools.cache(self._tell_one)
-        self._how, self._taken = functools.cache(self._tell), functools.cache(self._take)
+        self._placements, self._taken = functools.cache(self._tell), functools.cache(self._take)
         # A staging slot holds all states of a unit, so embeddings would make every slot as large as they need.
         sizes = Counter(u.update_bytes for u in model.units[1:] if u.update_bytes)
         self._most_staged_bytes = 2 * max(sizes, key=lambda nbytes: (sizes[nbytes], nbytes), default=0)
 
     def plan(self, candidate: Candidate) -> Plan:
         """Turn a candidate into a plan."""
-        units = tuple(self._unit(i, *how) for i, how in enumerate(self._how(candidate)))
-        fetches = not all(map(is_resident, self._model.units, units))
-        return Plan(
-            precision=self._model.precision,
-            units=units,
-            pools=self._taken(candidate)[0],
-            prefetch_depth=candidate.comfort.prefetch_depth if fetches else 0,
-            updated_first=tuple(units[i].name for i in self._updated_first(candidate)),
+        pools, taken = self._taken(candidate)
+        plan = self._placer.plan(self._placements(candidate), candidate.comfort, pools)
+        return replace(
+            plan,
+            updated_first=tuple(plan.units[i].name for i in self._updated_first(candidate)),
             kept_updated_first=not candidate.in_turn,
-            accumulation_steps=self._accumulation_steps,
-            micro_batches_in_unit=self._model.micro_batches_in_unit,
-            tier_bytes=dict(self.tier_bytes(candidate).items()),
+            tier_bytes=taken._asdict(),
         )
 
     def tier_bytes(self, candidate: Candidate) -> dict[Tier, int]:
-        """Bytes that a candidate takes on each tier."""
-        return self._taken(candidate)[1]
+        """Bytes that a candidate takes on each tier, slots included."""
+        return self._taken(candidate)[1]._asdict()  # type: ignore[return-value]
 
-    def _take(self, candidate: Candidate) -> tuple[tuple[Pool, ...], dict[Tier, int]]:
-        """Return the slots of a candidate, and the bytes that it takes on each tier, slots included."""
-        total: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-        needs = Needs()
-        for (i, how), count in Counter(zip(self._alike, self._how(candidate), strict=True)).items():
-            footprint = self._footprint(i, *how)
-            needs.add(footprint.needs, count)
-            for tier, nbytes in footprint.nbytes.items():
-                total[tier] += count * nbytes
-        pools = tuple(build_pools(needs, candidate.comfort))
-        for pool in pools:
-            total[pool.tier] += pool.total_bytes
-        return pools, total
+    def _take(self, candidate: Candidate) -> tuple[tuple[Pool, ...], TierBytes]:
+        counts = Counter(zip(self.alike, self._placements(candidate), strict=True)).items()
+        return with_slots(self._placer.homes_bytes(counts), self._placer.needs(counts), candidate.comfort)
 
     def _updated_first(self, candidate: Candidate) -> tuple[int, ...]:
         """Return the units whose updates come first; the others follow in the usual order."""
@@ -186,50 +141,20 @@ class PlanSpace:
         spread_out = [((place + 0.5) / len(group), i) for group in (slow, fast) for place, i in enumerate(group)]
         return _shortest([*named, *(i for _, i in sorted(spread_out))], self._trained)
 
-    def _tell(self, candidate: Candidate) -> list[tuple[UnitHomes, bool, bool]]:
+    def _tell(self, candidate: Candidate) -> list[Placement]:
         """Return of every unit its homes, whether the device updates it, and whether its update is early."""
         if not candidate.share and not candidate.early:
-            return [(kind, False, False) for kind in candidate.kinds]
-        able = [self._can_be(i, kind) for i, kind in zip(self._alike, candidate.kinds, strict=True)]
+            return list(map(Placement, candidate.kinds))
+        able = [self._can_be(i, kind) for i, kind in zip(self.alike, candidate.kinds, strict=True)]
         staged = spread([i for i, (can_be_staged, _) in enumerate(able) if can_be_staged], candidate.share)
         others = [i for i, (_, can_be_early) in enumerate(able) if can_be_early and i not in staged]
         early = spread(others, candidate.early)
-        return [(kind, i in staged, i in early) for i, kind in enumerate(candidate.kinds)]
+        return [Placement(kind, i in staged, i in early) for i, kind in enumerate(candidate.kinds)]
 
     def _tell_one(self, index: int, kind: UnitHomes) -> tuple[bool, bool]:
         """Return whether a unit can be updated on the device, and whether inside backward."""
-        spec, unit = self._model.units[index], self._unit(index, kind)
+        spec, unit = self._model.units[index], self._placer.unit(index, Placement(kind))
         return spec.update_bytes <= self._most_staged_bytes and can_be_staged(unit), can_be_early(spec, unit)
-
-    def _measure(self, index: int, kind: UnitHomes, is_staged: bool, is_early: bool) -> _UnitNeeds:  # noqa: FBT001
-        spec, unit = self._model.units[index], self._unit(index, kind, is_staged, is_early)
-        alone = Plan(precision=self._model.precision, units=(unit,), pools=(), prefetch_depth=0)
-        nbytes = tier_bytes(replace(self._model, units=(spec,)), alone)
-        return _UnitNeeds(nbytes, tuple(needs_of(spec, unit, self._model)))
-
-    def _write_unit(
-        self,
-        index: int,
-        kind: UnitHomes,
-        is_staged: bool = False,  # noqa: FBT001, FBT002
-        is_early: bool = False,  # noqa: FBT001, FBT002
-    ) -> UnitPlan:
-        """Return the unit's plan, with legal homes; what the unit does not have gets the home of its weights."""
-        spec = self._model.units[index]
-        weights: Tier = kind.weights if spec.name and spec.weight_bytes else "device"
-        gradients, states = (kind.gradients, kind.states) if spec.trainable_bytes else (weights, weights)
-        if states == "device" and (weights, gradients) != ("device", "device"):
-            states = "host"
-        plan = UnitPlan(
-            name=spec.name,
-            weights=weights,
-            gradients=gradients,
-            states=states,
-            policy=self._policy if spec.name else "keep",
-            update="device" if is_staged else "host",
-            early=is_early,
-        )
-        return shared(plan, self._model.sharing)
 
     def uniform(
         self, kind: UnitHomes, comfort: Comfort = ROOMY, *, saves: ActivationPolicy | None = None, woven: bool = False
@@ -285,10 +210,6 @@ class PlanSpace:
                 if 0 <= number <= last:
                     yield replace(candidate, first=(*root, *range(last, last - number, -1)))
 
-    def moved(self, candidate: Candidate, chance: random.Random) -> Candidate:
-        """Return the candidate with some updates moved to another place in the order: see ``moved``."""
-        return replace(candidate, first=moved(self._updated_first(candidate), self._trained, chance), woven=False)
-
     def _other_ways(self, now: ActivationPolicy | None) -> Iterator[ActivationPolicy | None]:
         """Yield other ways with activations, and the same way for more or fewer units."""
         by = (0.5, 0.25, 1 / 8, 1 / len(self._model.units))
@@ -332,43 +253,9 @@ class PlanSpace:
         alike = (i for i, known in enumerate(KINDS) if known.states == kind.states)
         return KINDS.index(kind) if kind in KINDS else next(alike)
 
-    def pairs(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield changes of two units of a small model: they exchange homes, or one makes room for the other."""
-        kinds = candidate.kinds
-        for i, j in itertools.permutations(range(len(kinds)), 2):
-            if i < j and kinds[i] != kinds[j]:
-                yield replace(candidate, kinds=_filled(_filled(kinds, i, i + 1, kinds[j]), j, j + 1, kinds[i]))
-        for i, j in itertools.permutations(range(len(kinds)), 2):
-            nearer, farther = KINDS[: self.rank(kinds[i])], KINDS[self.rank(kinds[j]) + 1 :]
-            for near, far in itertools.product(nearer, farther):
-                yield replace(candidate, kinds=_filled(_filled(kinds, i, i + 1, near), j, j + 1, far))
-
 
 def _filled(kinds: Sequence[UnitHomes], start: int, stop: int, kind: UnitHomes) -> tuple[UnitHomes, ...]:
     return (*kinds[:start], *((kind,) * (stop - start)), *kinds[stop:])
-
-
-def moved(first: Sequence[int], trained: Sequence[int], chance: random.Random) -> tuple[int, ...]:
-    """Move some updates in a row to another place, sometimes in reverse.
-
-    Args:
-        first: Units that are updated first, in this order; the others follow in the order of ``trained``.
-        trained: All units that are trained, in their usual order of updates.
-        chance: Draws which ones, and where to.
-
-    Returns:
-        Units that are updated first; the others follow as before.
-    """
-    place_of = {unit: place for place, unit in enumerate(trained)}
-    named = [unit for unit in first if unit in place_of]
-    order = [*named, *(unit for unit in trained if unit not in set(named))]
-    width = min(chance.choice(_TOGETHER), len(order))
-    start = chance.randint(0, len(order) - width)
-    block = order[start : start + width][:: chance.choice((1, -1))]
-    del order[start : start + width]
-    place = chance.randint(0, len(order))
-    order[place:place] = block
-    return _shortest(order, trained)
 
 
 def _shortest(order: Sequence[int], trained: Sequence[int]) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from outcore.core.quantities import format_bytes
 from outcore.planner.homes.activation_policies import ActivationPolicy
+from outcore.planner.homes.placer import UnitHomes
 from outcore.planner.search.evaluations import Evaluations
-from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, Candidate, UnitHomes
+from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, Candidate
 from outcore.spec.plan import Plan
 
 SMALLEST_GAIN = 1e-4
@@ -43,7 +44,7 @@ def runners_up(looks: Evaluations, bare: Plan, away: ActivationPolicy | None, st
         step_s: Seconds of its step.
     """
     others: Iterable[tuple[str, Plan, ActivationPolicy | None]] = [
-        ("filled tier by tier", looks.today, looks.first_way)
+        ("filled tier by tier", looks.today, looks.job.ways[0])
     ]
     for name, candidate in uniform(looks, away).items():
         missing = looks.missing(candidate)
@@ -52,8 +53,6 @@ def runners_up(looks: Evaluations, bare: Plan, away: ActivationPolicy | None, st
             yield RunnerUp(name, None, f"does not fit: it lacks {needs}")
         else:
             others = itertools.chain(others, [(name, looks.plan(candidate), away)])
-    others = list(others)
-    looks.simulate(((other, way) for _, other, way in others), in_full=True)
     for name, other, way in others:
         simulation = looks.simulation(other, way)
         binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")

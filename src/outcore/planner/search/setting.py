@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outcore.planner.homes.activation_policies import ActivationPolicy
-from outcore.planner.search.job import Job
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.timing.profile import Profile, rates_for
 from outcore.planner.timing.rank_layout import ALONE, Ranks
 from outcore.spec.budget import Limits
@@ -33,9 +33,9 @@ class Setting:
     micro_batches: int = 1
     clipping: bool = True
     keeps_what_fits: bool = True
-    """See ``Job``."""
+    """See ``PlanQuestion``."""
     ways: tuple[ActivationPolicy | None, ...] = (None,)
-    """What may become of activations: see ``Job``."""
+    """What may become of activations: see ``PlanQuestion``."""
     ranks: Ranks = ALONE
     """The ranks that train together. Batch size and micro-batches are per rank."""
 
@@ -49,10 +49,10 @@ class Setting:
         """The profile of a micro-batch."""
         return self.profile_of(self.batch_size)
 
-    def job(self) -> Job:
+    def job(self) -> PlanQuestion:
         """Return the job for a search."""
         profile = self.profile
-        return Job(
+        return PlanQuestion(
             model=self.model,
             limits=self.limits,
             rates=rates_for(self.hardware, self.model, profile.work, ranks=self.ranks),

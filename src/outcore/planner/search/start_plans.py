@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from outcore.planner.homes.activation_policies import ActivationPolicy
+from outcore.planner.homes.placer import UnitHomes
 from outcore.planner.homes.share import balanced_share
 from outcore.planner.search.evaluations import Evaluations
-from outcore.planner.search.job import Job
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.plan_space import (
     ALL_DEVICE,
     ALL_DISK,
@@ -23,19 +24,20 @@ from outcore.planner.search.plan_space import (
     SMALL,
     TIGHT,
     Candidate,
-    UnitHomes,
 )
 from outcore.spec.schedule import ROOT
 
+_ENTIRELY = 0.5
+"""The part of candidates that are drawn without regard to the best one's homes."""
+_STRETCHES = (1, 2, 2, 3)
+"""Numbers of stretches of units that get another kind in a candidate that is drawn."""
 _BALANCED_BYTES = (16.0, 14.0)  # fp32 master, moments and gradient there; master, moments and a bf16 weight back
-_BORDERS = (1, 2, 2, 3)
-"""Numbers of borders between kinds in a candidate that is drawn."""
 
 
 class StartPlans:
     """Makes fillings for one job."""
 
-    def __init__(self, job: Job, looks: Evaluations) -> None:
+    def __init__(self, job: PlanQuestion, looks: Evaluations) -> None:
         """Args: looks: What is known of the job's candidates."""
         self._ways, self._saved, self._looks, self._choice = job.ways, job.saved, looks, looks.choice
         self.shed, self.fill = functools.cache(self._shedding), functools.cache(self._filling)
@@ -50,30 +52,35 @@ class StartPlans:
         roomier = (candidate, *(self.shed(candidate, kind) for kind in KINDS[2:]))
         return next(filter(self._looks.fits, roomier), None)
 
-    def drawn(self, best: Candidate, number: int) -> Iterator[Candidate]:
-        """Draw candidates with random borders and kinds, with a fixed seed, and fill the room that they leave.
+    def drawn(self, best: Candidate, chance: random.Random) -> Candidate | None:
+        """Draw a candidate that fits: stretches of units with other kinds, or an entirely different plan.
 
         Args:
             best: The best candidate so far.
-            number: How many are drawn. Those that cannot be made to fit are left out.
+            chance: Draws.
+
+        Returns:
+            The candidate, which fills the room that it leaves on the device; None if it cannot be made to fit.
         """
-        chance, count = random.Random(len(best.kinds)), len(best.kinds)
-        for _ in range(number):
-            borders = sorted(chance.sample(range(1, count), min(chance.choice(_BORDERS), count - 1)))
-            lengths = [1, *(stop - start for start, stop in itertools.pairwise([1, *borders, count]))]
-            kinds = [chance.choice(KINDS[:4]), *(chance.choice(KINDS) for _ in lengths[1:])]
-            candidate = Candidate(
-                kinds=tuple(itertools.chain.from_iterable(map(itertools.repeat, kinds, lengths))),
-                comfort=chance.choice([ROOMY, self._tight]),
-                share=chance.choice([0.0, self.share, 1.0, 1.0]),
-                early=chance.choice([0.0, 0.5, 1.0]) if self._looks.may_be_early else 0.0,
-                first=chance.choice([(), (ROOT,)]),
-                woven=True,
-                saves=chance.choice([best.saves, *self._ways]),
+        count = len(best.kinds)
+        kinds = [chance.choice(KINDS)] * count if chance.random() < _ENTIRELY else list(best.kinds)
+        for _ in range(chance.choice(_STRETCHES)):
+            first = chance.randrange(count)
+            length = chance.choice((1, 1 + chance.randrange(count - first)))
+            kinds[first : first + length] = [chance.choice(KINDS)] * length
+        fitted = self.fitted(
+            replace(
+                best,
+                kinds=tuple(kinds),
+                comfort=chance.choice([best.comfort, ROOMY, self._tight]),
+                share=chance.choice([best.share, 0.0, self.share, 1.0]),
+                early=chance.choice([best.early, 0.0, 0.5, 1.0]) if self._looks.job.may_be_early else 0.0,
+                first=chance.choice([best.first, (), (ROOT,)]),
+                woven=chance.choice([best.woven, True]),
+                saves=chance.choice([best.saves, best.saves, *self._ways]),
             )
-            found = self.fitted(candidate)
-            if found is not None:
-                yield self.fill(found, ALL_DEVICE)
+        )
+        return None if fitted is None else self.fill(fitted, ALL_DEVICE)
 
     def of(self, away: ActivationPolicy | None) -> Iterator[Candidate]:
         """Yield candidates with one or two near kinds for as many units as fit, and a far kind for the rest."""

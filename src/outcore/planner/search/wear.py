@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planner.search.evaluations import Evaluations
-from outcore.planner.search.job import Job
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.plan_space import ALL_HOST, Candidate
 from outcore.planner.timing.simulate import Simulation
 from outcore.spec.plan import Plan
@@ -38,7 +38,6 @@ def takes_more(one: Simulation, other: Simulation) -> bool:
 
 def least_worn(plans: Sequence[Named], looks: Evaluations) -> tuple[Named, float]:
     """Return the plan to take, and the seconds of a step of the fastest one. See [Note: wear]."""
-    looks.simulate(((plan, candidate.saves) for plan, candidate in plans), in_full=True)
     found = [(looks.simulation(plan, candidate.saves), (plan, candidate)) for plan, candidate in plans]
     fastest_s = min(simulation.step_s for simulation, _ in found)
     near = [each for each in found if each[0].step_s <= (1 + WORTH) * fastest_s]
@@ -48,7 +47,7 @@ def least_worn(plans: Sequence[Named], looks: Evaluations) -> tuple[Named, float
 
 
 def sparing(
-    plans: Sequence[Named], compared: Iterable[Candidate], looks: Evaluations, search: Callable[[Job], Named]
+    plans: Sequence[Named], compared: Iterable[Candidate], looks: Evaluations, search: Callable[[PlanQuestion], Named]
 ) -> list[Named]:
     """Return plans that write less than the best one and are about as fast: see [Note: wear].
 
@@ -63,7 +62,6 @@ def sparing(
     if not best.written_s:
         return []
     nearer = [looks.same(other) for other in _off_the_disk(candidate, looks)]
-    looks.simulate((looks.plan(other), other.saves) for other in nearer)
     others = dict.fromkeys([*compared, *nearer])
     known = [(looks.simulation(looks.plan(other), other.saves, in_full=False), other) for other in others]
     near = [each for each in known if each[0].step_s <= (1 + WORTH) * best.step_s and takes_more(best, each[0])]
@@ -99,7 +97,7 @@ def _off_the_disk(candidate: Candidate, looks: Evaluations) -> Iterator[Candidat
             yield moved(number)
 
 
-def _without_disk(job: Job) -> Job | None:
+def _without_disk(job: PlanQuestion) -> PlanQuestion | None:
     """Return the job without a disk; None if it has none, or all its ways with activations need one."""
     ways = tuple(way for way in job.ways if way is None or way.tier != "disk")
     limits = replace(job.limits, disk_bytes=None)
