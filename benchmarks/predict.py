@@ -48,7 +48,7 @@ from outcore.device.faults import Faults
 from outcore.device.opening import open_device
 from outcore.model.partition import partition
 from outcore.planner.homes.check import with_room
-from outcore.planner.homes.placer import UnitHomes
+from outcore.planner.homes.pools import UnitHomes
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, PlanSpace
 from outcore.planner.timing.profile import rates_for

@@ -21,7 +21,7 @@ from outcore.command.plan.question import Question
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.placement import place
-from outcore.planner.homes.placer import UnitHomes
+from outcore.planner.homes.pools import UnitHomes
 from outcore.planner.search.evaluations import Evaluations
 from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.plan_space import ALL_DISK, ALL_HOST, ROOMY, TIGHT, PlanSpace

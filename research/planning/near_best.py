@@ -31,8 +31,7 @@ from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.placement import place
-from outcore.planner.homes.placer import UnitHomes
-from outcore.planner.homes.pools import Comfort
+from outcore.planner.homes.pools import Comfort, UnitHomes
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.plan_space import KINDS, ROOMY, TIGHT, Candidate, PlanSpace

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from outcore.planner.homes.placer import UnitHomes
+from outcore.planner.homes.pools import UnitHomes
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.search.plan_space import ALL_HOST, Candidate, Comfort, PlanSpace
 from outcore.planner.timing.rates import Rates

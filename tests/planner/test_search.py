@@ -20,7 +20,7 @@ from outcore.core.errors import PlanInfeasibleError
 from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.check import check_plan
 from outcore.planner.homes.placement import place
-from outcore.planner.homes.placer import UnitHomes
+from outcore.planner.homes.pools import UnitHomes
 from outcore.planner.homes.share import balanced_share
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.search.evaluations import Evaluations

@@ -18,7 +18,7 @@ from outcore.engine.optimizer import StreamedOptimizer
 from outcore.engine.unit.one_process import measuring
 from outcore.model.partition import partition
 from outcore.optim.rules import rule_for
-from outcore.planner.homes.placer import UnitHomes
+from outcore.planner.homes.pools import UnitHomes
 from outcore.planner.search.plan_space import ALL_DEVICE, ALL_HOST, PlanSpace
 
 _UNITS, _WIDTH, _WARM_UP = 8, 16, 3

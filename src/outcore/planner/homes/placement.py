@@ -25,8 +25,17 @@ from typing import NamedTuple
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planner.homes.activation_policies import Activations
-from outcore.planner.homes.placer import Placement, Placer, TierBytes, UnitHomes, with_slots
-from outcore.planner.homes.pools import DEVICE_COMFORTS, HOST_COMFORTS, LEAST, Comfort
+from outcore.planner.homes.pools import (
+    DEVICE_COMFORTS,
+    HOST_COMFORTS,
+    LEAST,
+    Comfort,
+    Placement,
+    Placer,
+    TierBytes,
+    UnitHomes,
+    with_slots,
+)
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Policy, Tier

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from outcore.planner.homes.activation_policies import ActivationPolicy
-from outcore.planner.homes.placer import Placement, Placer, TierBytes, UnitHomes, with_slots
-from outcore.planner.homes.pools import Comfort
+from outcore.planner.homes.pools import Comfort, Placement, Placer, TierBytes, UnitHomes, with_slots
 from outcore.planner.homes.share import can_be_staged, spread
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Policy, Pool, Tier

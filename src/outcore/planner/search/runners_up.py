@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from outcore.core.quantities import format_bytes
 from outcore.planner.homes.activation_policies import ActivationPolicy
-from outcore.planner.homes.placer import UnitHomes
+from outcore.planner.homes.pools import UnitHomes
 from outcore.planner.search.evaluations import Evaluations
 from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, Candidate
 from outcore.spec.plan import Plan

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from outcore.planner.homes.activation_policies import ActivationPolicy
-from outcore.planner.homes.placer import UnitHomes
+from outcore.planner.homes.pools import UnitHomes
 from outcore.planner.homes.share import balanced_share
 from outcore.planner.search.evaluations import Evaluations
 from outcore.planner.search.plan_question import PlanQuestion
