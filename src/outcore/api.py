@@ -31,8 +31,8 @@ from outcore.engine.optimizer import StreamedOptimizer
 from outcore.engine.unit.unit import Unit
 from outcore.optim.joined import as_one
 from outcore.planner.timing.simulate import Simulation
-from outcore.preparation.arguments import cut_model, note_given, thaw, trained_in
 from outcore.preparation.forecast import NamedHardware
+from outcore.preparation.options import cut_model, note_given, thaw, trained_in
 from outcore.preparation.plan_choice import Options, Reduction
 from outcore.preparation.with_ranks import (
     chosen,
