@@ -37,11 +37,11 @@ from contestants import Layout, Streamed, batch_of, cap_device, device_memory, r
 from llama import add_shape_arguments, config_of, on_meta, shape_name
 from measuring import context, spread
 from picture import last_step, svg
+from plans import plan_in_time
 from rates import Machine, free_cached, measure_machine, time_passes
 from step import HYPER, STATES
 
 import outcore
-from outcore.api import plan_in_time
 from outcore.core.errors import OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.memory.limits import disk_free_bytes, host_free_bytes

@@ -35,11 +35,11 @@ from unittest import mock
 
 import torch
 from measuring import context, spread
+from plans import prepare_for_test
 from torch import distributed, nn
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.device.cuda import sleep_on_stream
 from outcore.device.faults import Faults
 from outcore.engine.optimizer import StreamedOptimizer

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from measuring import context, spread
+from plans import prepare_for_test
 from torch import nn
 
-from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.model.partition import partition
 from outcore.planner.homes.pools import Comfort, pools_for

@@ -38,12 +38,12 @@ import torch
 from contestants import timed, warm_up
 from measuring import context
 from overlap import BACKWARD, FORWARD, STATES, Block, Row, Setting, paces, plan_for
+from plans import prepare_for_test
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device
 from outcore.model.partition import partition
@@ -53,7 +53,8 @@ from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, PlanSpace
 from outcore.planner.timing.profile import rates_for
 from outcore.planner.timing.simulate import simulate
-from outcore.preparation.plan_choice import Options, Timed
+from outcore.preparation.plan_choice import Timed
+from outcore.preparation.prepare_options import Options
 from outcore.probe.compute_rates import products
 from outcore.probe.measure import WHOLE, Effort, measure
 from outcore.spec.budget import Limits

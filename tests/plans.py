@@ -9,16 +9,44 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore import api
+from outcore.device.faults import Faults
+from outcore.device.race import RaceChecker
 from outcore.model.partition import partition as cut_into_units
 from outcore.optim.joined import members
 from outcore.optim.rules import rule_for
 from outcore.planner.homes.pools import LEAST, Comfort, pools_for
 from outcore.planner.homes.share import can_be_staged, spread
 from outcore.planner.timing.known_hardware import known_hardware
+from outcore.planner.timing.simulate import Simulation
+from outcore.preparation.prepare_options import Options
 from outcore.spec.hardware import Hardware
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.reservations import can_be_early
+
+
+def plan_for(model: nn.Module, optimizer: Any, **options: Any) -> tuple[ModelSpec, Plan]:
+    """Return the plan of ``prepare`` with these arguments."""
+    return api.plan_for(model, optimizer, Options(**options))
+
+
+def plan_in_time(model: nn.Module, optimizer: Any, **options: Any) -> tuple[ModelSpec, Plan, Simulation | None]:
+    """Return the plan of ``prepare`` with these arguments, and predicted steps."""
+    return api.plan_in_time(model, optimizer, Options(**options))
+
+
+def prepare_for_test(
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    faults: Faults | None = None,
+    race_checker: RaceChecker | None = None,
+    **options: Any,
+) -> api.Prepared:
+    """Prepare with injected faults and a race checker."""
+    return api.prepare_in_loop(model, optimizer, Options(**options), faults, race_checker)
+
 
 SAVED_BYTES = 2**20
 """Room for the activations of one call, where they leave the device."""

@@ -23,6 +23,7 @@ CODE = sorted(
 
 FILE_LINES, CLASS_LINES, ATTRIBUTES, FUNCTION_LINES = 450, 300, 26, 70  # more attributes are several ideas
 README_LINES, PUBLIC_NAMES = 150, 17
+LONGER = {("api.py", "prepare")}  # it names every argument three times: the signature, what it means, what is asked
 ROOM = 13  # files in a folder: about as many as a reader keeps in mind
 # Lines of a folder of the package; "" has the files beside them. A room may only shrink: whoever raises a number says
 # behind it what a user gets for the lines.
@@ -50,7 +51,7 @@ ENTRIES = ("outcore", "outcore.__main__", "outcore.command.main", "outcore.integ
 # Users call the first two, tests and benchmarks the third, a Trainer behind the mixin the others; the race checker runs
 # in tests alone.
 FOR_OTHERS = {
-    *("chunked", "explained_s", "prepare_for_test", "num_accesses", "num_pieces"),
+    *("chunked", "explained_s", "num_accesses", "num_pieces"),
     *("create_accelerator_and_postprocess", "call_model_init", "compute_ref_log_probs"),
     *("create_model_card", "_move_model_to_device", "_wrap_model", "_load_from_checkpoint", "_load_best_model"),
 }
@@ -91,7 +92,9 @@ def test_sizes():
         if (lines := len(path.read_text().splitlines())) > FILE_LINES:
             too_long.append(f"{name}: {lines} lines, at most {FILE_LINES}")
         for node in nodes(path):
-            if type(node) in limits and (lines := node.end_lineno - node.lineno + 1) > limits[type(node)]:
+            if type(node) not in limits or (name, node.name) in LONGER:
+                continue
+            if (lines := node.end_lineno - node.lineno + 1) > limits[type(node)]:
                 too_long.append(f"{name}: {node.name}: {lines} lines, at most {limits[type(node)]}")
     assert not too_long
 

@@ -294,7 +294,8 @@ class Prepared(Side):
         self.add_hooks(False)
 
     def _prepare(self, folder: Path) -> Any:
-        from outcore.api import prepare_for_test
+        from plans import prepare_for_test
+
         from outcore.device.faults import Faults
         from outcore.device.race import RaceChecker
 
@@ -327,7 +328,7 @@ class Prepared(Side):
         return None if wanted is None else ["blocks.*"] if wanted == "blocks" else ["blocks.*", "embed"]
 
     def _budget(self, options: dict[str, Any], folder: Path) -> Any:
-        from outcore.api import plan_for
+        from plans import plan_for
 
         generous = {**options, "budget": outcore.Budget(device="1GiB", host="1GiB", disk=str(folder))}
         _, plan = plan_for(self.model, self.optimizer, **generous)

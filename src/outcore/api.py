@@ -32,8 +32,7 @@ from outcore.engine.unit.unit import Unit
 from outcore.optim.joined import as_one
 from outcore.planner.timing.simulate import Simulation
 from outcore.preparation.forecast import NamedHardware
-from outcore.preparation.options import cut_model, note_given, thaw, trained_in
-from outcore.preparation.plan_choice import Options, Reduction
+from outcore.preparation.prepare_options import Options, Reduction, cut_model, note_given, thaw, trained_in
 from outcore.preparation.with_ranks import (
     chosen,
     chosen_alone,
@@ -134,33 +133,60 @@ def prepare(  # noqa: PLR0913 (one call is the whole configuration)
 
     Memory: everything except activations is allocated here.
     """
-    return prepare_in_loop(**locals())
+    options = Options(
+        sample=sample,
+        budget=Budget() if budget is None else budget,
+        precision=precision,
+        accumulation_steps=accumulation_steps,
+        clipping=clipping,
+        weights=weights,
+        units=units,
+        plan=plan,
+        device=device,
+        activations=activations,
+        hardware=hardware,
+        compile=compile,
+        micro_batches_in_unit=micro_batches_in_unit,
+        checkpoint=checkpoint,
+        reduction=reduction,
+    )
+    return prepare_in_loop(model, optimizer, options)
 
 
-def prepare_in_loop(model: nn.Module, optimizer: _Optimizers, **options: Any) -> Prepared:
-    """``prepare`` for one of our own loops, about which more is known (``loop=``). Not part of the contract."""
-    return _prepare(model, optimizer, Options.of(options), Faults(), None)
-
-
-def prepare_for_test(
+def prepare_in_loop(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
+    optimizer: _Optimizers,
+    options: Options,
     faults: Faults | None = None,
     race_checker: RaceChecker | None = None,
-    **options: Any,
 ) -> Prepared:
-    """``prepare`` with injected faults and a race checker. For tests; not part of the contract."""
-    return _prepare(model, optimizer, Options(**options), faults or Faults(), race_checker)
+    """``prepare`` for one of our own loops, about which more is known. Not part of the contract.
+
+    Args:
+        model: As for ``prepare``.
+        optimizer: As for ``prepare``.
+        options: The other arguments of ``prepare``, and what is known of the loop.
+        faults: Faults to inject, in tests.
+        race_checker: Looks for races, in tests.
+    """
+    trained = trained_in(model)
+    try:
+        with joined(options) as (world, own):
+            prepared = _prepare_rank(world, model, optimizer, own, faults or Faults(), race_checker)
+    except BaseException:
+        thaw(trained)
+        raise
+    switch_off_checkpointing(model)  # last: its warning may be an error, and then close(model) must work
+    return prepared
 
 
-def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> tuple[ModelSpec, Plan]:
+def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options) -> tuple[ModelSpec, Plan]:
     """Return the plan that ``prepare`` would follow with the same arguments. Takes no memory and changes nothing.
 
     Args:
         model: The model; any part of it may be on the meta device.
         optimizer: An optimizer over its parameters; None: everything is frozen.
-        options: Other arguments, as for ``prepare``.
+        options: The other arguments of ``prepare``.
 
     Returns:
         The model in units, and where each of them lives.
@@ -169,15 +195,15 @@ def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, **option
         ConfigError: An argument cannot be used.
         PlanInfeasibleError: The budget does not suffice.
     """
-    spec, plan, _ = plan_in_time(model, optimizer, is_timed=False, **options)
+    spec, plan, _ = plan_in_time(model, optimizer, options, is_timed=False)
     return spec, plan
 
 
 def plan_in_time(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_timed: bool = True, **options: Any
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options, *, is_timed: bool = True
 ) -> tuple[ModelSpec, Plan, Simulation | None]:
     """``plan_for``, together with predicted steps of the plan if sample and machine are known."""
-    given = of_this_rank(Options.of(options))
+    given = of_this_rank(options)
     compiling = Compiling(given.compile)
     trained = trained_in(model)
     try:
@@ -325,18 +351,6 @@ def save_pretrained(model: nn.Module, directory: str | Path) -> None:
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 _CLOSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _ORIGINS: weakref.WeakKeyDictionary[Engine, dict[str, Origin]] = weakref.WeakKeyDictionary()
-
-
-def _prepare(model: nn.Module, optimizers: _Optimizers, options: Options, *for_test: Any) -> Prepared:
-    trained = trained_in(model)
-    try:
-        with joined(options) as (world, own):
-            prepared = _prepare_rank(world, model, optimizers, own, *for_test)
-    except BaseException:
-        thaw(trained)
-        raise
-    switch_off_checkpointing(model)  # last: its warning may be an error, and then close(model) must work
-    return prepared
 
 
 def _prepare_rank(

@@ -9,10 +9,10 @@ import pytest
 import torch
 from parity.cases import Case, run
 from parity.loops import OPTIMIZERS, Record, Setting, assert_equal, plain_loop
+from plans import prepare_for_test
 from torch import nn
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.core.errors import RaceError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker

@@ -255,7 +255,8 @@ class TestNamedTensors:
 
     @pytest.mark.parametrize("tier", small.TIERS)
     def test_waits_for_updates(self, tier: str, tmp_path: Path):
-        from outcore.api import prepare_for_test
+        from plans import prepare_for_test
+
         from outcore.device.faults import Faults
 
         def values(**faults: Any) -> dict[str, torch.Tensor]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from plans import plan_for
 from torch import nn
 
 import outcore
-from outcore.api import plan_for
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 
 from .small import DEVICE

@@ -15,8 +15,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from plans import plan_for
 
-from outcore.api import plan_for
 from outcore.command.plan import answer as planning
 from outcore.command.plan.answer import answer
 from outcore.command.plan.question import Question

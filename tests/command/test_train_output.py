@@ -31,7 +31,7 @@ from rich.console import Console
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl import SFTTrainer
 
-from outcore.api import prepare_for_test
+from outcore.api import prepare_in_loop
 from outcore.command.progress import ProgressFunctions
 from outcore.command.train import run as train_run
 from outcore.command.train.methods import FINE_TUNING
@@ -93,7 +93,7 @@ class TestMetrics:
         """Blocks sleep so that no other compute matters, and lanes are so slow that compute waits for them."""
         took_s = [0.0]
         faults = Faults(throttle={"h2d": 2**20, "d2h": 2**20, "update": 8 * 2**20, "states_read": 2**23})
-        monkeypatch.setattr(mixin, "prepare_in_loop", partial(prepare_for_test, faults=faults))
+        monkeypatch.setattr(mixin, "prepare_in_loop", partial(prepare_in_loop, faults=faults))
         forward = LlamaDecoderLayer.forward
 
         def sleeping(self, *args, **kwargs):

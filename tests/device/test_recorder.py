@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from plans import prepare_for_test
 from torch import nn
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.core.errors import LaneError
 from outcore.device import cuda as device_cuda
 from outcore.device.faults import Faults

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from plans import forced
+from plans import forced, prepare_for_test
 from torch.nn.utils import clip_grad_norm_
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.engine.activations import offloaded_call as away

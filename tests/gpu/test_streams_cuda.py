@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from loop.rig import VOCAB, WIDTH, Block, Tower, agrees
+from plans import prepare_for_test
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.device.race import RaceChecker
 from outcore.engine.gradients.passes import BackwardGradients
 

@@ -5,6 +5,7 @@ A job is a function ``job(side, folder, **changes)`` that builds a Trainer with 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from outcore.engine.module_guard import attachment_of
 from outcore.integrations import transformers as integration
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.model.wrapped import tensors_in
+from outcore.preparation.prepare_options import Options
 
 ON_CPU = os.environ.get("OUTCORE_TEST_DEVICE", "cpu") == "cpu"
 CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
@@ -70,18 +72,20 @@ class Streamed(Plain):
 
     def reference(self, model: torch.nn.Module) -> torch.nn.Module:
         self.models.append(lambda: model)
-        return self.prepare(model, None).model
+        return self.prepare(model, None, Options()).model
 
-    def prepare(self, model: torch.nn.Module, optimizer: Any, **options: Any) -> Any:
+    def prepare(self, model: torch.nn.Module, optimizer: Any, options: Options) -> Any:
         """Prepare with a budget so tight that all tiers are used."""
-        self.budget = options["budget"] = options.get("budget") or tight(model, optimizer, self.folder, **options)
-        return prepare_in_loop(model, optimizer, **options)
+        if options.budget == outcore.Budget():
+            options = dataclasses.replace(options, budget=tight(model, optimizer, self.folder, options))
+        self.budget = options.budget
+        return prepare_in_loop(model, optimizer, options)
 
 
 _TIGHT: dict[str, tuple[int, int]] = {}
 
 
-def tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any) -> outcore.Budget:
+def tight(model: torch.nn.Module, optimizer: Any, folder: Path, options: Options) -> outcore.Budget:
     """The least possible device memory, and so much host memory that a part of the rest goes to disk."""
     params = [
         (name, p.requires_grad, [(t.shape, t.dtype) for t in tensors_in(p)]) for name, p in model.named_parameters()
@@ -93,21 +97,22 @@ def tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any) 
     ]  # the settings of groups, such as formats of states
     key = repr((type(optimizer), settings, params, options))
     if key not in _TIGHT:
-        found = _tight(model, optimizer, folder, **options)
+        found = _tight(model, optimizer, folder, options)
         _TIGHT[key] = found.device, found.host
     device, host = _TIGHT[key]
     return outcore.Budget(device=device, host=host, disk=folder)
 
 
-def _tight(model: torch.nn.Module, optimizer: Any, folder: Path, **options: Any) -> outcore.Budget:
-    options["budget"] = outcore.Budget(device=1, host=1, disk=folder)
+def _tight(model: torch.nn.Module, optimizer: Any, folder: Path, options: Options) -> outcore.Budget:
+    options = dataclasses.replace(options, budget=outcore.Budget(device=1, host=1, disk=folder))
     with pytest.raises(outcore.PlanInfeasibleError) as refusal:
-        plan_for(model, optimizer, **options)
+        plan_for(model, optimizer, options)
     need = refusal.value.required_bytes
     for share in (0.5, 0.35, 0.65, 0.8, 0.1, 0.2, 0.15, 0.12, 0.18, 0.05):
         host = need["host"] + int(need["disk"] * share)
-        budget = options["budget"] = outcore.Budget(device=need["device"], host=host, disk=folder)
-        if tiers_of(plan_for(model, optimizer, **options)[1]) == ALL_TIERS:
+        budget = outcore.Budget(device=need["device"], host=host, disk=folder)
+        options = dataclasses.replace(options, budget=budget)
+        if tiers_of(plan_for(model, optimizer, options)[1]) == ALL_TIERS:
             return budget
     raise AssertionError("no budget found that uses all tiers")
 

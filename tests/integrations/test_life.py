@@ -14,6 +14,7 @@ import outcore
 from outcore.core.errors import ConfigError
 from outcore.engine.module_guard import attachment_of
 from outcore.engine.optimizer import StreamedOptimizer
+from outcore.preparation.prepare_options import Options
 
 from .rig import (
     ALL_TIERS,
@@ -137,7 +138,7 @@ def test_optimizer_that_is_prepared_already(tmp_path):
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         if type(side) is not Plain:
-            model, optimizer = side.prepare(model, optimizer)
+            model, optimizer = side.prepare(model, optimizer, Options())
         return language(side, folder, model=model, parts={"optimizers": (optimizer, None)})
 
     same(job, tmp_path)

@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from plans import forced
+from plans import forced, prepare_for_test
+from plans import plan_for as made_plan
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
-from outcore.api import plan_for as made_plan
-from outcore.api import prepare_for_test
 from outcore.core.errors import DiskError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from plans import forced
+from plans import forced, prepare_for_test
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.device.race import RaceChecker
 from outcore.engine.activations import offloaded_call as away
 from outcore.engine.values.edits import let_masters_follow

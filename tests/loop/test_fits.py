@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from one_arithmetic import trains_fused
+from plans import plan_for as made_plan
 from torch import nn
 
 import outcore
-from outcore.api import plan_for as made_plan
 from outcore.core.errors import ConfigError, OutcoreError
 
 from .rig import ADAMW, DEVICE, RESIDENT, Block, Tower, adamw, assert_same, batch, make, plan_for, seen, train

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from plans import without_launches
+from plans import plan_for, plan_in_time, without_launches
 
 import outcore
-from outcore.api import plan_for, plan_in_time
 from outcore.core.errors import ConfigError, DiskError
 from outcore.device.cpu import CpuDevice
 from outcore.device.faults import NO_FAULTS
@@ -19,7 +18,8 @@ from outcore.engine.activations import offloaded_call as away
 from outcore.model.partition import partition
 from outcore.planner.forward import watch
 from outcore.planner.search.evaluations import Evaluations
-from outcore.preparation.plan_choice import Options, Planner, Timed, limits_of
+from outcore.preparation.plan_choice import Planner, Timed, limits_of
+from outcore.preparation.prepare_options import Options
 from outcore.probe import measured_machines as kept
 from outcore.spec.hardware import Hardware
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from plans import forced
+from plans import forced, prepare_for_test
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker

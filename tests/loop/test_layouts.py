@@ -6,12 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from plans import forced
+from plans import forced, prepare_for_test
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.device.race import RaceChecker
 from outcore.spec.layout import StateSpec
 from outcore.spec.model import StateForm, UnitSpec

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import plan_for
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
-from outcore.api import plan_for
 from outcore.core.errors import ConfigError
 from outcore.device.cpu import CpuDevice
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from plans import forced
+from plans import forced, prepare_for_test
 from torch import nn
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.core.errors import RaceError, UnsupportedError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker

@@ -8,11 +8,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 from peft import PeftModel
+from plans import plan_for
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import outcore
-from outcore.api import plan_for
 from outcore.checkpoint.export_checkpoint import export_checkpoint
 from outcore.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from outcore.model import quantized as quantized_module

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from plans import prepare_for_test
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.core.errors import RaceError
 from outcore.device.cpu import CpuDevice
 from outcore.device.race import RaceChecker

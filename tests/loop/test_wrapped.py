@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from plans import forced
+from plans import plan_for as made_plan
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 
@@ -232,7 +233,7 @@ def test_what_a_step_takes_is_planned(folder, tmp_path):
     want = inside(model)
     budget = outcore.Budget(device="1MiB", host="64MiB")
     options = {"budget": budget, "sample": {"input_ids": ids(), "labels": ids()}, "hardware": "rtx-4090+pcie4"}
-    _, plan = outcore.api.plan_for(model, trained(model), **options)
+    _, plan = made_plan(model, trained(model), **options)
     assert plan.tier_bytes["device"] <= budget.device
     assert_same(want, inside(model))
     with outcore.prepare(model, trained(model), device=DEVICE, **options) as (model, optimizer):

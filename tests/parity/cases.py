@@ -152,7 +152,8 @@ def run_checked(case: Case, folder: Path, *, is_nosy: bool = False, **faults: An
         is_nosy: Whether to look at weights, gradients and states whenever a loop may, which changes no result.
         faults: Fields of ``Faults``.
     """
-    from outcore.api import prepare_for_test
+    from plans import prepare_for_test
+
     from outcore.device.faults import Faults
     from outcore.device.race import RaceChecker
 

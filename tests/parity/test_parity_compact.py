@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from plans import prepare_for_test
 
-from outcore.api import prepare_for_test
 from outcore.core.errors import RaceError
 from outcore.optim import blocks
 from outcore.optim.compact import HAS_NAN, close_masters

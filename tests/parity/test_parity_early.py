@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from plans import prepare_for_test
 from torch import nn
 
-from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.engine.unit.unit import Unit
 from outcore.engine.updates.early_updates import EarlyUpdates, _EarlyAttempt

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from plans import prepare_for_test
 from torch import nn
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.engine.module_guard import engine_of

@@ -14,9 +14,9 @@ from typing import Any
 import one_arithmetic
 import pytest
 import torch
+from plans import prepare_for_test
 from torch import nn
 
-from outcore.api import prepare_for_test
 from outcore.core.errors import DiskError, OutcoreError, RaceError, UnsupportedError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker

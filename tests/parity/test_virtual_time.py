@@ -19,11 +19,10 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
-from plans import share_updates
+from plans import prepare_for_test, share_updates
 from torch import nn
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker

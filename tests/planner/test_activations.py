@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from loop.rig import DEVICE, Tower, adamw, assert_same, batch, make, seen
+from plans import plan_for
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -21,7 +22,6 @@ from transformers import (
 )
 
 import outcore
-from outcore.api import plan_for
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.engine.activations.offloaded_call import OffloadedCall
 from outcore.planner.homes.check import check_plan

@@ -20,7 +20,8 @@ from outcore.planner.timing.counted import counted_work
 from outcore.planner.timing.known_hardware import known_hardware
 from outcore.planner.timing.profile import UnitTimes, UnitWork, rates_for
 from outcore.planner.timing.rank_layout import Ranks
-from outcore.preparation.plan_choice import Options, Timed
+from outcore.preparation.plan_choice import Timed
+from outcore.preparation.prepare_options import Options
 from outcore.probe import block_times as blocks
 from outcore.probe import kept_blocks
 from outcore.probe.kept_blocks import KeptBlocks, with_times

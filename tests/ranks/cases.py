@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from plans import forced
+from plans import forced, prepare_for_test
 from torch import nn
 from torch.nn import functional
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.model.wrapped import tensors_in

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from plans import forced
+from plans import forced, prepare_for_test
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.core.errors import OutcoreError
 from outcore.device import threads
 from outcore.device.faults import DELAYABLE, Faults

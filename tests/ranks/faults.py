@@ -19,11 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from plans import forced
+from plans import forced, prepare_for_test
 from torch import distributed, nn
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.core.ranks import TIMEOUT
 from outcore.planner.homes.pools import LEAST
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from plans import forced
+from plans import forced, prepare_for_test
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.checkpoint.shared_checkpoint import SharedCheckpoint
 from outcore.memory.files.checkpoint_file import CheckpointFile
 from outcore.planner.homes.pools import LEAST

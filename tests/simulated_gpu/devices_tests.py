@@ -12,10 +12,10 @@ import pytest
 import simulator
 import torch
 from loop.rig import Tower, adamw, assert_same, plan_for, seen
+from plans import prepare_for_test
 from torch import nn
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.device.race import RaceChecker
 
 pytestmark = pytest.mark.gpu

@@ -19,12 +19,11 @@ import torch
 from parity import zoo
 from parity.cases import MIXED, Case, run, unit_policy
 from parity.loops import Record, Setting, assert_equal, plain_loop
-from plans import forced
+from plans import forced, prepare_for_test
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
-from outcore.api import prepare_for_test
 from outcore.model import expensive_operations as dear
 from outcore.model.partition import partition
 from outcore.optim.rules import rule_for

@@ -133,5 +133,5 @@ def switch_off_checkpointing(model: nn.Module) -> None:
         warnings.warn(
             "outcore recomputes units itself, so the model's own activation checkpointing was switched off "
             f"({len(active)} modules)",
-            stacklevel=5,
+            stacklevel=4,
         )

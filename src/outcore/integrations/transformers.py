@@ -10,6 +10,7 @@ usual. ``tests/integrations/test_contract.py`` lists the library's names on whic
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,7 @@ from outcore.integrations.streamed_checkpoints import StreamedCheckpoints
 from outcore.integrations.trainer_saves import TrainerSaves
 from outcore.integrations.versions import scores_in_tiles
 from outcore.preparation.forecast import Loop, NamedHardware, token_batch
+from outcore.preparation.prepare_options import Options
 from outcore.spec.budget import Budget
 from outcore.spec.model import MasterFormat, Precision
 from outcore.spec.plan import AwayTier, Plan
@@ -73,7 +75,7 @@ class OutcoreMixin(StreamedCheckpoints):
     is passed in.
     """
 
-    def __init__(  # noqa: PLR0913 (as prepare)
+    def __init__(  # noqa: D417, PLR0913 (as prepare)
         self,
         *args: Any,
         budget: Budget | None = None,
@@ -99,14 +101,11 @@ class OutcoreMixin(StreamedCheckpoints):
                 weights; ``"fp16"`` means fp16 weights with fp32 masters. ``bf16=True`` and ``fp16=True`` in the
                 training arguments still mean autocast, the latter with Accelerate's gradient scaler.
             weights: A Hugging Face checkpoint directory to stream in; the model may then be on the meta device.
-            units: Classes or names of the modules that move as a whole.
             hardware: As for ``outcore.prepare``. If the training arguments have a ``max_length``, the size of batches
                 follows from it and the batch size. Then the plan is the one that is predicted to be fastest.
-            compile: Compile blocks, as for ``outcore.prepare``.
             sample: The largest micro-batch to expect, as for ``outcore.prepare``. None: token IDs, if the training
                 arguments have a ``max_length``.
-            activations: As for ``outcore.prepare``: ``"host"`` or ``"disk"``.
-            micro_batches_in_unit: As for ``outcore.prepare``: pieces of a micro-batch.
+            units, compile, activations, micro_batches_in_unit: As for ``outcore.prepare``.
             master_format: For param groups without one. ``"compact"`` stores fp32 masters in half the bytes.
             **kwargs: The Trainer's own arguments.
 
@@ -115,9 +114,16 @@ class OutcoreMixin(StreamedCheckpoints):
         """
         mro = type(self).__mro__
         refuse_class(mro[mro.index(StreamedCheckpoints) + 1 :])
-        self._outcore_options: dict[str, Any] = {"budget": budget, "plan": plan, "weights": weights, "units": units}
-        self._outcore_options |= {"hardware": hardware, "compile": compile, "activations": activations}
-        self._outcore_options |= {"micro_batches_in_unit": micro_batches_in_unit}
+        self._outcore_options = Options(
+            budget=Budget() if budget is None else budget,
+            plan=plan,
+            weights=weights,
+            units=units,
+            hardware=hardware,
+            compile=compile,
+            activations=activations,
+            micro_batches_in_unit=micro_batches_in_unit,
+        )
         self._outcore_sample = sample
         self._outcore_precision, self._outcore_master_format = precision, master_format
         self._outcore_checkpoint, self._outcore_reading = None, ExitStack()
@@ -209,29 +215,33 @@ class OutcoreMixin(StreamedCheckpoints):
     def _outcore_prepare(self) -> None:
         scaler = self.accelerator.scaler
         refuse_model(self.model, has_scaler=scaler is not None)
-        options = dict(self._outcore_options)
+        options = self._outcore_options
         checkpoint, self._outcore_checkpoint = self._outcore_checkpoint, None
         adapters = is_adapter_model(self.model)
-        if checkpoint is not None and not adapters:
-            options["weights"] = checkpoint
-        plan = options["plan"]
-        if isinstance(plan, Plan) and plan.accumulation_steps is not None:  # a promise, which the arguments must keep
-            options["accumulation_steps"] = self.args.gradient_accumulation_steps
+        has_promise = isinstance(options.plan, Plan) and options.plan.accumulation_steps is not None
         precision = self._outcore_precision or _plain_precision(self.model)
         if self.optimizer is not None:
             warn_of_no_masters(precision, self._outcore_precision)
-        warn_of_logits(self, options["budget"])
-        options |= {"precision": precision, "device": self.args.device, "sample": self._outcore_largest_batch()}
+        warn_of_logits(self, options.budget)
         loop = Loop(
             self.args.gradient_accumulation_steps,
             clips=self.args.max_grad_norm > 0,
             is_promised=_has_a_known_loop(self),
             makes_logits=self._outcore_sample is not None or not scores_in_tiles(),
         )
+        options = dataclasses.replace(
+            options,
+            weights=options.weights if checkpoint is None or adapters else checkpoint,
+            accumulation_steps=self.args.gradient_accumulation_steps if has_promise else None,  # arguments must keep it
+            precision=precision,
+            device=self.args.device,
+            sample=self._outcore_largest_batch(),
+            loop=loop,
+        )
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             group.setdefault("master_format", self._outcore_master_format)
         with self.accelerator.autocast():  # activations are measured under autocast
-            prepared = prepare_in_loop(self.model, self.optimizer, loop=loop, **options)
+            prepared = prepare_in_loop(self.model, self.optimizer, options)
         self.optimizer = prepared.optimizer
         if scaler is not None and self.optimizer is not None:
             step_with(scaler, self.optimizer)

@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import NamedTuple
 
 import torch
 
@@ -29,10 +29,10 @@ from outcore.planner.timing.counted import counted_work
 from outcore.planner.timing.profile import Profile, UnitWork, rates_for
 from outcore.planner.timing.rank_layout import ALONE, Ranks
 from outcore.planner.timing.simulate import Simulation
-from outcore.preparation.forecast import DeviceFacts, Loop, NamedHardware, asked_hardware, hardware_for
+from outcore.preparation.forecast import DeviceFacts, Loop, asked_hardware, hardware_for
+from outcore.preparation.prepare_options import Options, tier_of_activations
 from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Budget, Limits
-from outcore.spec.model import Precision
 from outcore.spec.plan import AwayTier, Plan, UnitPlan
 
 _DEVICE_SHARE = 0.9  # of free memory, if there is no budget: the rest is for the driver and fragmentation
@@ -40,44 +40,6 @@ _HOST_SHARE = 0.8
 _BESIDE_BYTES, _BESIDE_UNITS = 64 * 2**20, 4
 """Host memory that each of several ranks takes beside its budget, and that those shares would not cover: bytes for its
 threads and libraries and, on the CPU, fresh gradients of a unit, as a multiple of its weights."""
-
-
-Reduction = Literal["exact", "fast"]
-"""When several ranks exchange gradients: with each micro-batch, or once per step."""
-
-
-class Options(NamedTuple):
-    """Arguments of ``prepare``."""
-
-    sample: Mapping[str, torch.Tensor] | None = None
-    budget: Budget = Budget()
-    precision: Precision | None = None
-    accumulation_steps: int | None = None
-    clipping: bool = True
-    weights: str | Path | None = None
-    units: Sequence[str | type] | None = None
-    plan: Plan | None = None
-    device: torch.device | str | None = None
-    activations: AwayTier | None = None
-    hardware: NamedHardware | None = None
-    loop: Loop | None = None
-    """What one of our own loops does in every step. Such a loop promises what plans need."""
-    compile: bool | Mapping[str, Any] = False
-    micro_batches_in_unit: int | None = None
-    checkpoint: str | Path | None = None
-    reduction: Reduction = "exact"
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """Return options. None stands for a default, but not of ``clipping``, where it may be meant as False."""
-        return cls(**{name: value for name, value in given.items() if value is not None or name == "clipping"})
-
-    @property
-    def early_steps(self) -> int | None:
-        """Micro-batches of a step if promised and nothing clips, so that updates may run inside backward; else None."""
-        if self.loop is None:
-            return None if self.clipping else self.accumulation_steps
-        return self.loop.micro_batches if self.loop.is_promised and not self.loop.clips else None
 
 
 def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) -> Plan:
@@ -256,7 +218,7 @@ class Planner:
     def __init__(self, cut: Partition, options: Options, device: DeviceFacts, limits: Limits, timed: Timed) -> None:
         """Args: options: Options without a plan."""
         self._cut, self._options, self._device, self._limits, self._timed = cut, options, device, limits, timed
-        self._tier = _tier_of_activations(options)
+        self._tier = tier_of_activations(options)
         is_asked = self._tier is not None or device.activation_share > 0
         self._footprint = timed.footprint if is_asked else None
 
@@ -349,57 +311,6 @@ class Planner:
         if self._footprint is None or not self._device.activation_share:
             return 0
         return workspace_bytes(self._footprint, units)
-
-
-def _tier_of_activations(options: Options) -> AwayTier | None:
-    """Return the tier to which the user wants activations to leave; None if left to the planner."""
-    if options.activations is None:
-        return None
-    if options.activations not in ("host", "disk"):
-        raise ConfigError(
-            f"activations: expected 'host' or 'disk', or None to keep what fits on the device, but got "
-            f"{options.activations!r}"
-        )
-    if options.sample is None:
-        raise ConfigError(
-            "activations: expected sample= beside it, the largest micro-batch as keyword arguments of the model's "
-            "forward, which shows how much memory activations take, but got none"
-        )
-    if options.activations == "disk" and options.budget.disk is None:
-        raise ConfigError(
-            "activations: expected a folder for the disk tier beside activations='disk', but the budget has none; give "
-            "outcore.Budget(disk=...), or --disk DIR in the command"
-        )
-    return options.activations
-
-
-def check_counts(options: Options) -> None:
-    """Refuse numbers of micro-batches, samples and reductions that are not valid, and samples with too few rows.
-
-    Raises:
-        ConfigError: There is such an argument.
-    """
-    for name in ("accumulation_steps", "micro_batches_in_unit"):
-        count = getattr(options, name)
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise ConfigError(f"prepare: expected {name} to be a positive integer or None, but got {count!r}")
-    if not isinstance(options.sample, Mapping | None):
-        raise ConfigError(
-            "prepare: expected sample to be keyword arguments of the model's forward, such as "
-            f"{{'input_ids': ids}}, but got a {type(options.sample).__name__}"
-        )
-    if options.reduction not in get_args(Reduction):
-        raise ConfigError(
-            f"prepare: expected reduction to be one of {', '.join(get_args(Reduction))}, but got {options.reduction!r}"
-        )
-    count = options.micro_batches_in_unit or 1
-    sizes = {name: len(t) for name, t in (options.sample or {}).items() if isinstance(t, torch.Tensor) and t.dim()}
-    if sizes and max(sizes.values()) < count:
-        raise ConfigError(
-            f"prepare: expected a sample of at least {count} rows, one for each of micro_batches_in_unit, but got "
-            f"{', '.join(f'{name} with {rows}' for name, rows in sizes.items())}; pass a larger batch as sample, or "
-            "ask for fewer pieces"
-        )
 
 
 def limits_of(budget: Budget, device: Device, *, num_sharers: int = 1, unit_bytes: int = 0) -> Limits:

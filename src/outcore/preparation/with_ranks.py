@@ -23,7 +23,8 @@ from outcore.model.partition import Partition
 from outcore.optim.rules import UpdateRule, said
 from outcore.planner.homes.check import check_plan
 from outcore.planner.timing.rank_layout import Ranks
-from outcore.preparation.plan_choice import Options, Timed, choose_plan, limits_of, plan_within
+from outcore.preparation.plan_choice import Timed, choose_plan, limits_of, plan_within
+from outcore.preparation.prepare_options import Options
 from outcore.ranks.agreement import agree, least_limits
 from outcore.ranks.one_copy import shared_memory
 from outcore.ranks.world import World, join_world, num_local_ranks, num_ranks
@@ -58,7 +59,7 @@ def of_this_rank(options: Options) -> Options:
     if not join_world(options.device):
         return options
     _refuse_what_one_rank_can(options)
-    return options._replace(device=device_of_rank(options.device))
+    return dataclasses.replace(options, device=device_of_rank(options.device))
 
 
 def meet(world: World | None) -> None:

@@ -14,6 +14,7 @@ from outcore.command.demo import plain_loop
 from outcore.core.errors import ConfigError
 from outcore.memory.limits import host_free_bytes
 from outcore.preparation.forecast import NamedHardware
+from outcore.preparation.prepare_options import Options
 from outcore.spec.budget import Budget
 from outcore.spec.model import Precision
 
@@ -95,9 +96,8 @@ def _predicted(
         model = plain_loop.build(seed=0, **_sizes(shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=plain_loop.LR)
     budget = budget_of(sum(p.numel() for p in model.parameters()), folder)
-    *_, steps = plan_in_time(
-        model, optimizer, budget=budget, precision=PRECISION, device=device, sample=sample(), hardware=hardware
-    )
+    options = Options(budget=budget, precision=PRECISION, device=device, sample=sample(), hardware=hardware)
+    *_, steps = plan_in_time(model, optimizer, options)
     if steps is None:
         raise ConfigError(
             "outcore demo --fit: expected a machine whose speed is known, but it is not measured; run outcore probe, "

@@ -44,7 +44,8 @@ from outcore.planner.timing.profile import Profile, UnitTimes, unit_work
 from outcore.planner.timing.rank_layout import Ranks
 from outcore.planner.timing.simulate import steps_until_settled
 from outcore.preparation.forecast import Loop, hardware_for, token_batch
-from outcore.preparation.plan_choice import Options, PlacedPlan, Planner, Timed
+from outcore.preparation.plan_choice import PlacedPlan, Planner, Timed
+from outcore.preparation.prepare_options import Options
 from outcore.preparation.with_ranks import among, fastest, of_a_node, sharings_over_links
 from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Limits

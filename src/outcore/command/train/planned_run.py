@@ -29,6 +29,7 @@ from outcore.integrations.refusals import refuse_pieces
 from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.disk import DiskStore
 from outcore.preparation.forecast import Loop, token_batch
+from outcore.preparation.prepare_options import Options
 from outcore.spec.budget import Budget
 from outcore.spec.layout import CODES, lay_out_states
 from outcore.spec.plan import TIERS, Plan, Tier
@@ -254,8 +255,8 @@ def _plan_model(settings: RunSettings, args: Any, source: ModelSource, budget: B
     refuse_long(model, args.max_length)
     if settings.lora is not None:
         model = with_adapters(model, settings.lora)
-    kind, options = optimizer_for(args, model)
-    optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
+    kind, settings_of_kind = optimizer_for(args, model)
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], **settings_of_kind)
     for group in optimizer.param_groups:
         group["master_format"] = settings.master_format
     given = None if settings.plan is None else Plan.load(settings.plan)
@@ -265,9 +266,7 @@ def _plan_model(settings: RunSettings, args: Any, source: ModelSource, budget: B
     refuse_pieces(args, settings.unit_micro_batches)
     autocast = torch.float16 if args.fp16 else torch.bfloat16
     with torch.autocast(args.device.type, autocast, enabled=args.bf16 or args.fp16):  # as the Trainer's own forward
-        found = plan_in_time(
-            model,
-            optimizer,
+        options = Options(
             budget=budget,
             precision=settings.precision,
             plan=given,
@@ -283,6 +282,7 @@ def _plan_model(settings: RunSettings, args: Any, source: ModelSource, budget: B
             compile=settings.compile,
             micro_batches_in_unit=settings.unit_micro_batches,
         )
+        found = plan_in_time(model, optimizer, options)
     return PlacedModel(*found)
 
 
@@ -313,7 +313,7 @@ def _largest_batch(settings: RunSettings, args: Any) -> Mapping[str, Any]:
 
 def _plan_reference(settings: RunSettings, args: Any, source: ModelSource, budget: Budget) -> PlacedModel:
     model = build_model(source, settings.precision)
-    return PlacedModel(*plan_for(model, None, budget=budget, precision=settings.precision, device=args.device))
+    return PlacedModel(*plan_for(model, None, Options(budget=budget, precision=settings.precision, device=args.device)))
 
 
 def _found(settings: RunSettings) -> tuple[ModelSource, PreTrainedTokenizerBase]:

@@ -1,12 +1,14 @@
-"""Checks the model and the optimizer that ``prepare`` gets, and cuts the model into units."""
+"""What is asked of ``prepare``: its arguments as one value, what each may be, and the model cut into units."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import weakref
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -18,10 +20,54 @@ from outcore.engine.unit.one_process import refuse_wrapped
 from outcore.model.partition import Partition, partition
 from outcore.optim.joined import members
 from outcore.optim.rules import UpdateRule, rule_for
-from outcore.preparation.plan_choice import Options, check_counts
+from outcore.preparation.forecast import Loop, NamedHardware
 from outcore.spec.budget import Budget
-from outcore.spec.plan import Plan
+from outcore.spec.model import Precision
+from outcore.spec.plan import AwayTier, Plan
 from outcore.torch_private import pytree
+
+Reduction = Literal["exact", "fast"]
+"""When several ranks exchange gradients: with each micro-batch, or once per step."""
+
+
+_WHAT_IS_FREE = Budget()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is asked of ``prepare`` beside model and optimizer. See there."""
+
+    sample: Mapping[str, torch.Tensor] | None = None
+    budget: Budget = _WHAT_IS_FREE
+    precision: Precision | None = None
+    accumulation_steps: int | None = None
+    clipping: bool = True
+    weights: str | Path | None = None
+    units: Sequence[str | type] | None = None
+    plan: Plan | None = None
+    device: torch.device | str | None = None
+    activations: AwayTier | None = None
+    hardware: NamedHardware | None = None
+    loop: Loop | None = None
+    """What one of our own loops does in every step. Such a loop promises what plans need."""
+    compile: bool | Mapping[str, Any] = False
+    micro_batches_in_unit: int | None = None
+    checkpoint: str | Path | None = None
+    reduction: Reduction = "exact"
+
+    def __post_init__(self) -> None:
+        """Let None stand for the default, but not of ``clipping``, where it may be meant as False."""
+        for field in fields(self):
+            if getattr(self, field.name) is None and field.name != "clipping":
+                object.__setattr__(self, field.name, field.default)
+
+    @property
+    def early_steps(self) -> int | None:
+        """Micro-batches of a step if promised and nothing clips, so that updates may run inside backward; else None."""
+        if self.loop is None:
+            return None if self.clipping else self.accumulation_steps
+        return self.loop.micro_batches if self.loop.is_promised and not self.loop.clips else None
+
 
 _GIVEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that were prepared before. Their states ended with that run, or live on elsewhere."""
@@ -56,7 +102,7 @@ def cut_model(
         UnsupportedError: Something cannot work with streamed weights.
     """
     _check_arguments(model, optimizer, options)
-    check_counts(options)
+    _check_counts(options)
     _check_sample(model, options)
     if optimizer is None:
         model.requires_grad_(requires_grad=False)
@@ -69,6 +115,28 @@ def cut_model(
         precision=options.precision,
         micro_batches_in_unit=options.micro_batches_in_unit or 1,
     )
+
+
+def tier_of_activations(options: Options) -> AwayTier | None:
+    """Return the tier to which the user wants activations to leave; None if left to the planner."""
+    if options.activations is None:
+        return None
+    if options.activations not in ("host", "disk"):
+        raise ConfigError(
+            f"activations: expected 'host' or 'disk', or None to keep what fits on the device, but got "
+            f"{options.activations!r}"
+        )
+    if options.sample is None:
+        raise ConfigError(
+            "activations: expected sample= beside it, the largest micro-batch as keyword arguments of the model's "
+            "forward, which shows how much memory activations take, but got none"
+        )
+    if options.activations == "disk" and options.budget.disk is None:
+        raise ConfigError(
+            "activations: expected a folder for the disk tier beside activations='disk', but the budget has none; give "
+            "outcore.Budget(disk=...), or --disk DIR in the command"
+        )
+    return options.activations
 
 
 def trained_in(model: nn.Module) -> list[nn.Parameter]:
@@ -140,6 +208,31 @@ def _check_types(options: Options) -> None:
         value = getattr(options, name)
         if not isinstance(value, expected.kinds) and (value is not None or name == "clipping"):
             raise ConfigError(f"prepare: expected {expected.said} as {name}, but got {value!r}; {expected.advice}")
+
+
+def _check_counts(options: Options) -> None:
+    """Refuse numbers of micro-batches, samples and reductions that are not valid, and samples with too few rows."""
+    for name in ("accumulation_steps", "micro_batches_in_unit"):
+        count = getattr(options, name)
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ConfigError(f"prepare: expected {name} to be a positive integer or None, but got {count!r}")
+    if not isinstance(options.sample, Mapping | None):
+        raise ConfigError(
+            "prepare: expected sample to be keyword arguments of the model's forward, such as "
+            f"{{'input_ids': ids}}, but got a {type(options.sample).__name__}"
+        )
+    if options.reduction not in get_args(Reduction):
+        raise ConfigError(
+            f"prepare: expected reduction to be one of {', '.join(get_args(Reduction))}, but got {options.reduction!r}"
+        )
+    count = options.micro_batches_in_unit or 1
+    sizes = {name: len(t) for name, t in (options.sample or {}).items() if isinstance(t, torch.Tensor) and t.dim()}
+    if sizes and max(sizes.values()) < count:
+        raise ConfigError(
+            f"prepare: expected a sample of at least {count} rows, one for each of micro_batches_in_unit, but got "
+            f"{', '.join(f'{name} with {rows}' for name, rows in sizes.items())}; pass a larger batch as sample, or "
+            "ask for fewer pieces"
+        )
 
 
 def _check_sample(model: nn.Module, options: Options) -> None:
