@@ -23,10 +23,9 @@ from outcore.device.race import RaceChecker
 from outcore.device.threads import close_at_exit
 from outcore.engine.attached import switch_off_checkpointing
 from outcore.engine.checkpoint_saves import last_save
-from outcore.engine.engine import Engine, Promises
+from outcore.engine.engine import Engine, Promises, attachment_of, engine_of
 from outcore.engine.gather import gathered_units
 from outcore.engine.module.compiling import Compiling
-from outcore.engine.module_guard import attachment_of, engine_of
 from outcore.engine.optimizer import StreamedOptimizer
 from outcore.engine.unit.unit import Unit
 from outcore.optim.joined import as_one
@@ -386,7 +385,7 @@ def _prepare_rank(
     )
     try:
         for param, values in optimizer.state.items() if optimizer is not None else ():
-            engine.states.check(param, values)
+            engine.values.check(param, values)
         first_values.take_over(engine.device.torch_device)
         for weight in cut.quantized:
             weight.take_over(engine.device.torch_device)

@@ -19,7 +19,7 @@ from outcore.checkpoint.begin_checkpoint import begun
 from outcore.checkpoint.library_files import LibraryFiles
 from outcore.checkpoint.training_state import load_states, save_states, step_of_states
 from outcore.core.errors import DiskError, OutcoreError
-from outcore.engine.module_guard import engine_of
+from outcore.engine.engine import engine_of
 from outcore.integrations.trainer_saves import _move_into
 from outcore.memory.files import weights_layout
 from outcore.memory.files.checkpoint_file import BlockPool, CheckpointFile

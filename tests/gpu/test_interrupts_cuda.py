@@ -15,7 +15,7 @@ import torch
 from loop.rig import adamw, assert_same, batch, make, prepared, seen
 from torch import nn
 
-from outcore.engine.module_guard import engine_of
+from outcore.engine.engine import engine_of
 from outcore.spec.lane_names import Lane
 
 pytestmark = pytest.mark.gpu

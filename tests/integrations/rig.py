@@ -29,7 +29,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import outcore
 from outcore.api import plan_for, prepare_in_loop
-from outcore.engine.module_guard import attachment_of
+from outcore.engine.engine import attachment_of
 from outcore.integrations import transformers as integration
 from outcore.integrations.transformers import OutcoreMixin
 from outcore.model.wrapped import tensors_in

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, get_cosine_schedule_with_warm
 
 import outcore
 from outcore.core.errors import ConfigError
-from outcore.engine.module_guard import attachment_of
+from outcore.engine.engine import attachment_of
 from outcore.engine.optimizer import StreamedOptimizer
 from outcore.preparation.prepare_options import Options
 

@@ -8,7 +8,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import outcore
-from outcore.engine.module_guard import attachment_of
+from outcore.engine.engine import attachment_of
 from outcore.spec.layout import CODES
 
 from .rig import (

@@ -15,7 +15,7 @@ from plans import forced
 from torch import nn
 
 import outcore
-from outcore.engine.module_guard import engine_of
+from outcore.engine.engine import engine_of
 from outcore.optim import Lion
 
 from .rig import DEVICE

@@ -32,7 +32,7 @@ class Biased(Tower):
 
 
 def is_prepared(model):
-    return outcore.engine.module_guard.attachment_of(model) is not None
+    return outcore.engine.engine.attachment_of(model) is not None
 
 
 def raise_(*_):

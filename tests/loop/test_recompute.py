@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import outcore
-from outcore.engine.module_guard import ATTACHMENT
+from outcore.engine.engine import ATTACHMENT
 from outcore.engine.recompute.checks import FIRST_CALLS
 
 from .rig import DEVICE, IS_SIMULATED, KINDS, WIDTH, Tower, adamw, batch, make, prepared, same, train

@@ -18,7 +18,7 @@ import outcore
 from outcore.checkpoint.export_checkpoint import export_checkpoint
 from outcore.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from outcore.core import extra
-from outcore.engine.module_guard import engine_of
+from outcore.engine.engine import engine_of
 from outcore.model.partition import partition
 from outcore.model.wrapped import tensors_in
 

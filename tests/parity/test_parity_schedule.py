@@ -16,7 +16,7 @@ from torch import nn
 import outcore
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
-from outcore.engine.module_guard import engine_of
+from outcore.engine.engine import engine_of
 from outcore.model.partition import partition
 from outcore.order.weight_cache import nothing_held
 from outcore.planner.homes.pools import Comfort, pools_for

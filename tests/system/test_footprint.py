@@ -20,7 +20,7 @@ from torch import nn
 
 import outcore
 from outcore.engine import attached
-from outcore.engine.values.access import States
+from outcore.engine.values.parameter_values import ParameterValues
 from outcore.memory.allocator import resident_bytes
 
 
@@ -179,13 +179,13 @@ def test_states_that_the_optimizer_has_move_one_by_one(tmp_path: Path, monkeypat
     model = Stack(65, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 1, 65)
-    left, load = [], States.load
+    left, load = [], ParameterValues.load
 
     def loaded(*args: Any) -> None:
         left.append(len(optimizer.state))
         load(*args)
 
-    monkeypatch.setattr(States, "load", loaded)
+    monkeypatch.setattr(ParameterValues, "load", loaded)
     outcore.prepare(model, optimizer, budget=outcore.Budget(disk=tmp_path))
     outcore.close(model)
     assert left == list(reversed(range(len(left))))

@@ -37,8 +37,7 @@ from outcore.checkpoint.unit_files import as_shown, load_param, records, section
 from outcore.checkpoint.weights.conversions import is_adapter_model, is_pretrained_model
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.engine.checkpoint_saves import Save
-from outcore.engine.engine import Engine
-from outcore.engine.module_guard import engine_of
+from outcore.engine.engine import Engine, engine_of
 from outcore.engine.optimizer import StreamedOptimizer
 from outcore.engine.unit.unit import Beneath
 from outcore.engine.values.edits import let_masters_follow, take_edits
@@ -183,7 +182,7 @@ def load_checkpoint(
     in another order here.
     """
     engine = engine_of(model, "load_checkpoint")
-    if not isinstance(engine.weights.refusal, _HalfLoadedError):
+    if not isinstance(engine.run.refusal, _HalfLoadedError):
         engine.refuse_if_closed()
     failed = engine.opened.saves.make_room()
     if failed is not None:
@@ -262,12 +261,12 @@ def _whole_or_refused(engine: Engine, path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        engine.weights.refusal = _HalfLoadedError(
+        engine.run.refusal = _HalfLoadedError(
             f"expected a whole checkpoint, but loading '{path}' was cut short by {type(error).__name__}: {error}; "
             "load it again, or another one"
         )
         raise
-    engine.weights.refusal = None
+    engine.run.refusal = None
 
 
 def _refuse_other_optimizer(engine: Engine, optimizer: object, what: str) -> None:

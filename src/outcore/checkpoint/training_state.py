@@ -24,8 +24,7 @@ from outcore.checkpoint.weights.conversions import is_adapter_model
 from outcore.checkpoint.weights.load_plan import plan_loading
 from outcore.checkpoint.weights.state_names import places
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.engine.engine import Engine
-from outcore.engine.module_guard import engine_of
+from outcore.engine.engine import Engine, engine_of
 from outcore.engine.optimizer import StreamedOptimizer, class_names
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import torch_dtype

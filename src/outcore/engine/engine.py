@@ -6,19 +6,22 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from outcore.core.errors import OutcoreError, UnsupportedError
+from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.device.device import Device
 from outcore.engine.activations.room import ActivationRoom, SharedArguments
-from outcore.engine.attached import Attached
+from outcore.engine.attached import Attached, Values
 from outcore.engine.gradients.homes import GradientHomes
 from outcore.engine.gradients.passes import BackwardGradients
-from outcore.engine.module.call import Services
+from outcore.engine.module.call import SharedByCalls
 from outcore.engine.module.compiling import Compiling
+from outcore.engine.module_guard import ModuleGuard
 from outcore.engine.opened import Opened
 from outcore.engine.recompute.checks import PendingComparisons
 from outcore.engine.streamed_weights import StreamedWeights
@@ -30,8 +33,8 @@ from outcore.engine.updates.numbers import Numbers
 from outcore.engine.updates.plain import PlainUpdates
 from outcore.engine.updates.streamed import Stepper, StreamedUpdates
 from outcore.engine.updates.unit_update import RuleSettings
-from outcore.engine.values.access import States, ValueAccess
-from outcore.engine.values.fill import Values
+from outcore.engine.values.access import ValueAccess
+from outcore.engine.values.parameter_values import ParameterValues
 from outcore.model.partition import Partition
 from outcore.optim.rules import UpdateRule
 from outcore.optim.sums import RunAll, run_here
@@ -72,34 +75,23 @@ class Engine:
             world: The ranks that train the model together; taken over. None: there is only one rank.
         """
         self.model, self.device = partition.modules[0], device
-        self.is_closed = False
         self.opened = Opened(partition.spec, plan, device, paths, world, has_updates=rule is not None)
         order, workers = self.opened.order, self.opened.workers
         with self.opened.closed_on_error():
             self.units = self._units_of(partition)
         self.places = {id(p): (u, i) for u in self.units for i, p in enumerate(u.params)}
         self.places |= {id(weight.param): self.places[id(weight.named[0][1])] for weight in partition.quantized}
-        self._recovery = recovery = Recovery(device)
+        self.run = Recovery(device)
         self.weights = StreamedWeights(
-            self.units, order.weights, recovery, partition.spec, plan, has_steps=rule is not None
+            self.units, order.weights, self.run, partition.spec, plan, has_steps=rule is not None
         )
         self.gradients = self._gradients_of(promises, run_here if workers is None else workers.run_all, world)
         self.access = ValueAccess(self.opened.tiers, order.pools, device, self.weights, world)
-        self.states = States(self.places, self.access, has_optimizer=rule is not None)
-        self.settings = RuleSettings(rule, self.states.spec)
+        self.values = ParameterValues(self.places, self.access, has_optimizer=rule is not None)
+        self.settings = RuleSettings(rule, self.values.spec)
         self._stepper: Stepper = self._streamed_updates()
-        self._services = Services(
-            self.weights,
-            self.gradients,
-            device,
-            PendingComparisons(device),
-            self.access,
-            ActivationRoom(0),
-            order.activations,
-            SharedArguments(),
-            Compiling(options=False),
-        )
-        self.attached = Attached(self)
+        self.room, self._comparisons = ActivationRoom(0), PendingComparisons(device)
+        self.attached = Attached(self.model, self.units, self.opened, self.gradients)
 
     @property
     def num_ranks(self) -> int:
@@ -123,14 +115,14 @@ class Engine:
     def _gradients_of(self, promises: Promises, run_all: RunAll, world: World | None) -> BackwardGradients:
         order, tiers = self.opened.order, self.opened.tiers
         homes = GradientHomes(tiers, order.pools, self.device, run_all, world, clipping=promises.clipping)
-        return BackwardGradients(self.units, order.gradients, homes, promises.accumulation_steps, self._recovery)
+        return BackwardGradients(self.units, order.gradients, homes, promises.accumulation_steps, self.run)
 
     def _streamed_updates(self) -> StreamedUpdates:
         opened, order = self.opened, self.opened.order.updates
         numbers = Numbers(self.access)
         early = EarlyUpdates(order, self.access, opened.workers, self.settings.now, numbers)
         self.gradients.on_last = early.attempt
-        self._recovery.parts += [early.reset, opened.order.activations.reset, opened.order.pools.reclaim]
+        self.run.parts += [early.reset, opened.order.activations.reset, opened.order.pools.reclaim]
         return StreamedUpdates(self.units, self.gradients, self.weights, order, early, self.access, opened.workers)
 
     def attach(self, values: Callable[[Unit], Values], compiling: Compiling | None = None) -> None:
@@ -140,19 +132,31 @@ class Engine:
             values: Gives the first values of a unit's parameters; called in module order.
             compiling: Compiles the blocks; None: they run as they are.
         """
-        plan = self.opened.plan
-        if compiling is not None:
-            self._services = self._services._replace(compiling=compiling)
-        with self.opened.closed_on_error():
+        opened, plan = self.opened, self.opened.plan
+        with opened.closed_on_error():
             self.attached.move_in(values)
             if plan.kept_bytes:
-                room = ActivationRoom(plan.kept_bytes + plan.workspace_bytes, self.device.meter())
-                self._services = self._services._replace(room=room)
+                self.room = ActivationRoom(plan.kept_bytes + plan.workspace_bytes, self.device.meter())
             if plan.plain:
                 self._stepper = plain = PlainUpdates(self.units, self.device, Numbers(self.access))
-                self._services = self._services._replace(gradients=None)
                 self.attached.watch_results(plain)
-            self.attached.take_calls(self._services)
+            shared = SharedByCalls(
+                weights=self.weights,
+                gradients=None if plan.plain else self.gradients,
+                device=self.device,
+                comparisons=self._comparisons,
+                access=self.access,
+                room=self.room,
+                activations=opened.order.activations,
+                arguments=SharedArguments(),
+                compiling=Compiling(options=False) if compiling is None else compiling,
+            )
+            self.attached.take_calls(shared, self._guard)
+
+    def _guard(self) -> ModuleGuard:
+        self.model.__dict__[ATTACHMENT] = Attachment(self)
+        self.attached.undo_later(partial(self.model.__dict__.pop, ATTACHMENT, None))
+        return ModuleGuard(self.model, self.units, self.values, self.weights, self.run, num_ranks=self.num_ranks)
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Submit the update of every parameter that has a gradient, and return. See [Note: forward window].
@@ -160,10 +164,10 @@ class Engine:
         Args:
             groups: Param groups; settings are read now.
         """
-        self.refuse_if_closed()
+        self.run.refuse_if_closed()
         refuse_process_group("optimizer.step", self.num_ranks)
         self.device.check()
-        self._services.doubts.settle()
+        self._comparisons.settle()
         hypers = self.settings.of(groups)
         self._refuse_while_gathered()
         self.attached.guard.refuse_if_changed()
@@ -173,7 +177,7 @@ class Engine:
             steps = self._stepper.steps_of(hypers, self.attached.guard.refuse_if_adapted)  # before anything is done
             with self._refusing_what_follows():
                 self._stepper.take(steps)
-        self._services.room.end_step()
+        self.room.end_step()
         self.attached.held_back.give_back_if_due()
 
     @contextmanager
@@ -182,7 +186,7 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            self.weights.refusal = OutcoreError(
+            self.run.refusal = OutcoreError(
                 "expected whole optimizer steps, but the last one was cut short, with some units updated and some not, "
                 f"by {type(error).__name__}: {error}; close the model, and go on from what was saved before"
             )
@@ -196,19 +200,14 @@ class Engine:
                 "the block first"
             )
 
-    def refuse_if_closed(self) -> None:
-        """Raise if the model was closed, or can only be closed. Else clear up behind what was cut short."""
-        if self.weights.refusal is not None and not self.is_closed:
-            raise self.weights.refusal
-        if self.is_closed:
-            raise OutcoreError(
-                "expected a prepared model, but it was closed; prepare it again, or load what was saved before close()"
-            )
-        self._recovery.look()
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self.run.is_closed
 
-    def notice_what_was_cut_short(self) -> None:
-        """Mark gradients that an exception has left incomplete."""
-        self._recovery.notice()
+    def refuse_if_closed(self) -> None:
+        """See ``Recovery``."""
+        self.run.refuse_if_closed()
 
     def close(self) -> None:
         """Let running work end; give back memory, files and threads, and the module its own forward. Idempotent.
@@ -216,9 +215,9 @@ class Engine:
         Queued operations are dropped, and updates stop after the blocks that they have begun, except for what other
         ranks wait for. If a Ctrl-C ends the waiting, everything is given back all the same.
         """
-        if self.is_closed:
+        if self.run.is_closed:
             return
-        self.is_closed = True
+        self.run.is_closed = True
         with ExitStack() as rest:  # each is called even if an interrupt ends the one before
             rest.callback(self._forget)
             rest.callback(self.opened.close)
@@ -269,3 +268,40 @@ class _Absence:
             return "gone: the model that outcore prepared was closed"
         places = {"device": "cut over the ranks", "host": "in host memory", "disk": "in the disk tier"}
         return f"{places[self.unit.plan.weights]} between calls of its unit"
+
+
+ATTACHMENT = "_outcore"
+"""Key of the ``Attachment`` in the prepared model's ``__dict__``."""
+
+
+class Attachment:
+    """Ties engine and model together."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Args: engine: The engine of the model."""
+        self.engine = engine
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """Return the attachment of a prepared model; None if it is not prepared."""
+    found = module.__dict__.get(ATTACHMENT)
+    return found if isinstance(found, Attachment) else None
+
+
+def engine_of(module: nn.Module, what: str) -> Engine:
+    """Return the engine of a prepared model.
+
+    Args:
+        module: The model.
+        what: Names the caller in the error.
+
+    Raises:
+        ConfigError: The model is not prepared.
+    """
+    attachment = attachment_of(module)
+    if attachment is None:
+        raise ConfigError(
+            f"{what}: expected a model that outcore.prepare() returned, but got a {type(module).__name__} that is not "
+            "prepared"
+        )
+    return attachment.engine

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from outcore.engine.activations.saved import KeptTensor, version_of
+from outcore.engine.engine import Engine
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.engine.unit.views import torch_dtype
 from outcore.engine.values.edits import refuse_other_form, refuse_other_strides, same_bytes, take_edits
 from outcore.torch_private import is_packing
-
-if TYPE_CHECKING:
-    from outcore.engine.engine import Engine
 
 
 @contextmanager
@@ -29,7 +27,7 @@ def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Ite
 
     Memory: device, all weights of the units, outside of the arena, until the end.
     """
-    engine.refuse_if_closed()
+    engine.run.refuse_if_closed()
     mine = [u for u in units if u.presence.now is not Beneath.GATHERED]
     try:
         for unit in mine:

@@ -54,7 +54,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
     """
 
     def __init__(self, engine: Engine, groups: list[dict[str, Any]]) -> None:
-        self._engine, self.groups, self._place = engine, groups, engine.states.place
+        self._engine, self.groups, self._place = engine, groups, engine.values.place
         self.num_replaced = Counter[int]()
 
     def names(self, param: torch.Tensor) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
             unit.steps[index] = int(value)
             unit.states_version += 1
             return
-        held = self._engine.states.names(param) or []
+        held = self._engine.values.names(param) or []
         if name not in held:
             raise ConfigError(
                 f"optimizer.state: expected one of step, {', '.join(held)} for "
@@ -121,9 +121,9 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
                 f"'{unit.spec.params[index].name}' was written; change {name}_absmax, which scales it, replace all "
                 "states of the parameter together, or let them begin anew: del optimizer.state[param]"
             )
-        self._engine.states.check(param, {name: value})
+        self._engine.values.check(param, {name: value})
         if name != "master" and not unit.steps[index] and not self.kind(param).has_step:
-            self._engine.states.load(param, {name: value})  # it has begun: the next step takes the value
+            self._engine.values.load(param, {name: value})  # it has begun: the next step takes the value
         else:
             self._engine.access.write_state(unit, name, index, value)
 
@@ -195,15 +195,15 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
                 "of another parameter, or of states that were replaced since; first copy them: "
                 "{name: state.clone() for name, state in optimizer.state[param].items()}"
             )
-        self._engine.states.check(param, values)
+        self._engine.values.check(param, values)
 
     def _load(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         if not (isinstance(values, _StatesOfOne) and values.states is self):  # else these are its states already
             self.num_replaced[id(param)] += 1
-            self._engine.states.load(param, values)
+            self._engine.values.load(param, values)
 
     def _expect(self, param: torch.Tensor) -> tuple[Unit, int]:
-        self._engine.refuse_if_closed()
+        self._engine.run.refuse_if_closed()
         place = self._place(param)
         if place is None:
             raise ConfigError(

@@ -14,61 +14,25 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
-from outcore.core.errors import ConfigError, UnsupportedError
+from outcore.core.errors import UnsupportedError
+from outcore.engine.streamed_weights import StreamedWeights
 from outcore.engine.unit.absent import unfreezing_refusal
 from outcore.engine.unit.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
-from outcore.engine.unit.unit import Beneath
-from outcore.engine.values.edits import same_bytes, take_edits
+from outcore.engine.unit.recovery import Recovery
+from outcore.engine.unit.unit import Beneath, Unit
+from outcore.engine.values.edits import same_bytes
+from outcore.engine.values.parameter_values import ParameterValues
 from outcore.model.quantized import TensorLocation, is_quantized, places_of
 from outcore.model.wrapped import Wrapping, is_wrapped, tensors_in
 from outcore.spec.model import row_major
 from outcore.torch_private import as_it_is, subclassed
-
-if TYPE_CHECKING:
-    from outcore.engine.engine import Engine
-
-ATTACHMENT = "_outcore"
-"""Key of the ``Attachment`` in the prepared model's ``__dict__``."""
-
-
-class Attachment:
-    """Ties engine and model together."""
-
-    def __init__(self, engine: Engine) -> None:
-        """Args: engine: The engine of the model."""
-        self.engine = engine
-
-
-def attachment_of(module: nn.Module) -> Attachment | None:
-    """Return the attachment of a prepared model; None if it is not prepared."""
-    found = module.__dict__.get(ATTACHMENT)
-    return found if isinstance(found, Attachment) else None
-
-
-def engine_of(module: nn.Module, what: str) -> Engine:
-    """Return the engine of a prepared model.
-
-    Args:
-        module: The model.
-        what: Names the caller in the error.
-
-    Raises:
-        ConfigError: The model is not prepared.
-    """
-    attachment = attachment_of(module)
-    if attachment is None:
-        raise ConfigError(
-            f"{what}: expected a model that outcore.prepare() returned, but got a {type(module).__name__} that is not "
-            "prepared"
-        )
-    return attachment.engine
 
 
 def is_guarded(module: nn.Module) -> bool:
@@ -79,22 +43,30 @@ def is_guarded(module: nn.Module) -> bool:
 class ModuleGuard:
     """Installs hooks and refusals in a prepared model; ``remove`` takes them away."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        values: ParameterValues,
+        weights: StreamedWeights,
+        run: Recovery,
+        *,
+        num_ranks: int,
+    ) -> None:
+        self._model, self._units, self._values = model, units, values
+        self._weights, self._run, self._num_ranks = weights, run, num_ranks
         self._undo: list[Callable[[], None]] = []
         self._known: list[tuple[dict[str, Parameter | None], str, str, Parameter]] = []
-        self._wrapped = [(name, p) for name, p in engine.model.named_parameters() if is_wrapped(p)]
-        engine.model.__dict__[ATTACHMENT] = Attachment(engine)
-        self._undo.append(lambda: engine.model.__dict__.pop(ATTACHMENT, None))
-        self._undo.append(engine.model.register_forward_pre_hook(self._before_forward).remove)
-        self._undo.append(engine.model.register_forward_hook(self._after_forward, always_call=True).remove)
-        self._put(engine.model, {"zero_grad": _ZeroGrad(engine.model, engine)})
-        for prefix, module in engine.model.named_modules():
+        self._wrapped = [(name, p) for name, p in model.named_parameters() if is_wrapped(p)]
+        self._undo.append(model.register_forward_pre_hook(self._before_forward).remove)
+        self._undo.append(model.register_forward_hook(self._after_forward, always_call=True).remove)
+        self._put(model, {"zero_grad": _ZeroGrad(model, run)})
+        for prefix, module in model.named_modules():
             self._guard_module(module)
             owned = {
                 n: p
                 for n, p in module.named_parameters(recurse=False, remove_duplicate=False)
-                if id(p) in engine.places
+                if id(p) in values.places
             }
             self._known += [
                 (module._parameters, name, f"{prefix}.{name}" if prefix else name, param)
@@ -111,7 +83,7 @@ class ModuleGuard:
         """
         for registered, name, full_name, param in self._known:
             if registered.get(name) is not param:
-                refuse_wrapped("optimizer.step", self._engine.model)
+                refuse_wrapped("optimizer.step", self._model)
                 raise UnsupportedError(
                     "expected the parameters that outcore.prepare() got, "
                     f"but '{full_name}' was replaced or removed since; resize embeddings, "
@@ -131,10 +103,10 @@ class ModuleGuard:
         Raises:
             UnsupportedError: Naming the first.
         """
-        if all(p.requires_grad for unit in self._engine.units for p in unit.params[: unit.num_trainable]):
+        if all(p.requires_grad for unit in self._units for p in unit.params[: unit.num_trainable]):
             return
-        for name, param in self._engine.model.named_parameters():
-            if param.requires_grad and id(param) not in self._engine.places:
+        for name, param in self._model.named_parameters():
+            if param.requires_grad and id(param) not in self._values.places:
                 raise UnsupportedError(
                     f"expected the parameters that outcore.prepare() got, but '{name}' was added later and others were "
                     "frozen; add adapters before prepare, and give it the optimizer that has them"
@@ -148,19 +120,19 @@ class ModuleGuard:
 
     @as_it_is
     def _before_forward(self, *_: object) -> None:
-        refuse_process_group("forward", self._engine.num_ranks)
+        refuse_process_group("forward", self._num_ranks)
         self._refuse_thawed()
-        self._engine.weights.begin_forward()
+        self._weights.begin_forward()
 
     @as_it_is
     def _after_forward(self, *_: object) -> None:
-        self._engine.weights.end_forward()
+        self._weights.end_forward()
 
     def _guard_module(self, module: nn.Module) -> None:
-        if not any(id(p) in self._engine.places for p in module.parameters()):
+        if not any(id(p) in self._values.places for p in module.parameters()):
             return
         refusals = {
-            "_apply": _RefuseMoves(module, self._engine),
+            "_apply": _RefuseMoves(module, self._values.places),
             "__deepcopy__": _RefuseCopies(module),
             "__reduce_ex__": _RefuseCopies(module),
             "_replicate_for_data_parallel": RefuseReplicas(),
@@ -171,7 +143,7 @@ class ModuleGuard:
         self._put(module, refusals)
 
     def _guard_state_dict(self, module: nn.Module, owned: dict[str, Parameter]) -> None:
-        own = _OwnParameters(self._engine, module, owned)
+        own = _OwnParameters(self._values, self._run, module, owned)
         self._put(module, {"_save_to_state_dict": own.save, "_load_from_state_dict": own.load})
         self._undo.append(module.register_load_state_dict_pre_hook(own.before_load).remove)
 
@@ -188,8 +160,8 @@ class ModuleGuard:
 class _OwnParameters:
     """The parameters that one module owns directly, and their stand-ins. See [Note: own parameters]."""
 
-    def __init__(self, engine: Engine, module: nn.Module, owned: dict[str, Parameter]) -> None:
-        self._engine, self._registered, self._owned = engine, module._parameters, owned
+    def __init__(self, values: ParameterValues, run: Recovery, module: nn.Module, owned: dict[str, Parameter]) -> None:
+        self._values, self._run, self._registered, self._owned = values, run, module._parameters, owned
         self._module, self._lent = module, list[tuple[TensorLocation, torch.Tensor]]()
         self._save, self._load = module._save_to_state_dict, module._load_from_state_dict
         self._before: dict[str, list[torch.Tensor]] = {}
@@ -216,8 +188,7 @@ class _OwnParameters:
                 loaded = tensors_in(self._registered[name])
                 for param, value, was in zip(tensors_in(self._owned[name]), loaded, before, strict=True):
                     if not same_bytes(value.detach(), was):
-                        unit, index = self._engine.places[id(param)]
-                        self._engine.access.write_weight(unit, index, value.detach())
+                        self._values.write(param, value.detach())
         finally:
             self._put_back()
 
@@ -234,13 +205,12 @@ class _OwnParameters:
             self._stand_in(may_change=True)
 
     def _stand_in(self, *, may_change: bool) -> None:
-        self._engine.refuse_if_closed()
+        self._run.refuse_if_closed()
         for name, param in self._owned.items():
-            unit, index = self._engine.places[id(param)]
+            unit, index = self._values.places[id(param)]
             if unit.presence.now is Beneath.GATHERED:
                 continue
-            take_edits(unit, self._engine.access)
-            values = [self._engine.access.current_weight(*self._engine.places[id(p)]) for p in tensors_in(param)]
+            values = [self._values.read(p) for p in tensors_in(param)]
             self._before[name] = values
             values = [value.clone() for value in values] if may_change else values
             if is_wrapped(param):
@@ -257,7 +227,7 @@ class _OwnParameters:
         for place in places_of(self._module, weight):
             part = place.tensor
             self._lent.append((place, part))
-            place.put(self._engine.access.current_weight(*self._engine.places[id(part)]))
+            place.put(self._values.read(part))
 
     def _put_back(self) -> None:
         for name in self._before:
@@ -275,21 +245,21 @@ class _ZeroGrad:
     gradients would then be incomplete again.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self._zero_grad, self._engine = model.zero_grad, weakref.ref(engine)
+    def __init__(self, model: nn.Module, run: Recovery) -> None:
+        self._zero_grad, self._run = model.zero_grad, weakref.ref(run)
 
     def __call__(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)
-        engine = self._engine()
-        if engine is not None:
-            engine.notice_what_was_cut_short()
+        run = self._run()
+        if run is not None:
+            run.notice()
         self._zero_grad(set_to_none)
 
 
 class _RefuseMoves:
     """Stands in for ``module._apply``, through which ``to``, ``half``, ``cuda``, ``share_memory`` and others go."""
 
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
-        self._module, self._engine = module, weakref.ref(engine)
+    def __init__(self, module: nn.Module, places: Mapping[int, tuple[Unit, int]]) -> None:
+        self._module, self._places = module, places
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002
         """Let functions pass that change nothing, and refuse the others."""
@@ -310,10 +280,9 @@ class _RefuseMoves:
 
     def _layout(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return shape and strides of a tensor that may have a memory format; of any other, an empty one's."""
-        engine = self._engine()
-        if tensor.ndim not in (4, 5) or engine is None or id(tensor) not in engine.places:
+        if tensor.ndim not in (4, 5) or id(tensor) not in self._places:
             return (0,), (1,)
-        unit, i = engine.places[id(tensor)]
+        unit, i = self._places[id(tensor)]
         spec = unit.spec.params[i]
         return spec.shape, spec.strides or row_major(spec.shape)
 

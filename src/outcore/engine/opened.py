@@ -55,7 +55,7 @@ class Opened:
             world: The ranks that train together; taken over, too.
             has_updates: Whether units may be updated. Updates on the host need threads.
         """
-        self.model, self.plan, self.device, self.traffic = model, plan, device, Traffic()
+        self.model, self.plan, self.device, self.world, self.traffic = model, plan, device, world, Traffic()
         self._closing = ExitStack()
         if world is not None:
             self._closing.callback(world.close)

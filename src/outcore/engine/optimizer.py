@@ -60,7 +60,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             for member in members(original):
                 member.state.pop(param, None)
             if _has_begun(self._states.kind(param), values):
-                engine.states.load(param, values)
+                engine.values.load(param, values)
         for name in HOOKS:
             setattr(self, name, getattr(original, name))
         refuse = _Refusal(self, original)
@@ -196,7 +196,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     @as_it_is
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)
         """Zero gradients, as in torch, also those left incomplete by a backward that ended in an exception."""
-        self.engine.notice_what_was_cut_short()
+        self.engine.run.notice()
         self.engine.gradients.zero()
         super().zero_grad(set_to_none)
 
@@ -217,7 +217,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _refuse_unknown(self, param: torch.Tensor) -> None:
-        if self.engine.states.place(param) is None:
+        if self.engine.values.place(param) is None:
             unit, index = self.engine.places.get(id(param), (None, 0))
             what = f"one of shape {tuple(param.shape)} that is not in the model"
             if unit is not None:
@@ -233,7 +233,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Memory: host, all states.
         """
-        self.engine.refuse_if_closed()
+        self.engine.run.refuse_if_closed()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         groups, state, index = [], {}, 0
@@ -259,7 +259,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: The states are for other groups or of another format, or a tensor has another shape.
         """
-        self.engine.refuse_if_closed()
+        self.engine.run.refuse_if_closed()
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)

@@ -15,7 +15,7 @@ from types import FrameType
 
 import torch
 
-from outcore.core.errors import MemoryBudgetError, OutcoreError, UnsupportedError
+from outcore.core.errors import MemoryBudgetError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.device.lanes import Handle
 from outcore.device.recorder import Recorder
@@ -45,14 +45,12 @@ class StreamedWeights:
         has_steps: bool,
     ) -> None:
         """Args: units: All, the root first. has_steps: There is an optimizer, so that visits come in steps."""
-        self._recovery, self._device, self._order = recovery, recovery.device, order
+        self.run, self._device, self._order = recovery, recovery.device, order
         recovery.signs.append(self._notice)
         recovery.parts.append(self._reset)
         self._units, self.has_steps = units, has_steps
         self.saving: list[Unit] = []
         """Units whose weights on the device are still being copied by a save."""
-        self.refusal: OutcoreError | None = None
-        """Why no unit may run any more; None while units may run."""
         self._plan = plan
         decide = partial(weight_moves, model, plan)
         self._step = Cursor(decide, usual_visits(model), self._held())
@@ -74,13 +72,13 @@ class StreamedWeights:
         Raises:
             UnsupportedError: Calls of another thread run.
         """
-        if self.refusal is not None:
-            raise self.refusal
+        if self.run.refusal is not None:
+            raise self.run.refusal
         thread = threading.get_ident()
         if self.calls and self._thread == thread:
             self._notice()
-        if self._recovery.is_due:
-            self._recovery.run()
+        if self.run.is_due:
+            self.run.run()
         if self.calls and self._thread != thread:
             raise UnsupportedError(
                 f"unit '{unit.label}': expected one thread at a time to call a prepared model, but another one is in "
@@ -167,7 +165,7 @@ class StreamedWeights:
 
     def unwind(self, num_calls: int) -> None:
         """End all calls but the first ``num_calls``, wherever an exception left them."""
-        self._recovery.is_due = True
+        self.run.is_due = True
         del self.calls[num_calls:]
 
     def _notice(self) -> None:

@@ -28,7 +28,7 @@ from outcore.checkpoint.weights.export import rehearse_save, save_model
 from outcore.checkpoint.weights.small_files import Writers
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.engine.checkpoint_saves import Save
-from outcore.engine.module_guard import attachment_of, engine_of
+from outcore.engine.engine import attachment_of, engine_of
 from outcore.integrations.checkpoints import (
     RANDOM_STATE,
     newest_to_resume,

@@ -32,7 +32,7 @@ from outcore.api import close, prepare_in_loop
 from outcore.checkpoint.training_state import load_weights
 from outcore.checkpoint.weights.conversions import is_adapter_model
 from outcore.core.errors import ConfigError, OutcoreError
-from outcore.engine.module_guard import attachment_of
+from outcore.engine.engine import attachment_of
 from outcore.engine.optimizer import StreamedOptimizer
 from outcore.integrations.optimizers import optimizer_or_other
 from outcore.integrations.refusals import (

@@ -16,8 +16,8 @@ from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError, 
 from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.device.device import Device
 from outcore.device.opening import device_of_rank
+from outcore.engine.attached import Values
 from outcore.engine.unit.unit import Unit
-from outcore.engine.values.fill import Values
 from outcore.memory.limits import host_bytes
 from outcore.model.partition import Partition
 from outcore.optim.rules import UpdateRule, said

@@ -16,9 +16,9 @@ from outcore.checkpoint.weights.initialise import Initialisation
 from outcore.checkpoint.weights.load_plan import plan_loading
 from outcore.checkpoint.weights.state_names import StatePlace, places
 from outcore.core.errors import ConfigError
+from outcore.engine.attached import Values
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import nothing
-from outcore.engine.values.fill import Values
 from outcore.model.quantized import FULL_CHECKSUM, Quantized, full_checksum, is_quantized
 from outcore.model.wrapped import is_wrapped
 from outcore.torch_private import subclassed

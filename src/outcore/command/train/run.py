@@ -39,7 +39,7 @@ from outcore.command.train.settings.description import describe
 from outcore.command.train.settings.run_settings import RunSettings
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes
-from outcore.engine.module_guard import engine_of
+from outcore.engine.engine import engine_of
 from outcore.memory.limits import host_free_bytes
 
 _HELD_BACK_BYTES = 2**30

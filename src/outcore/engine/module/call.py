@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,26 +24,24 @@ from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.engine.activations.policies import Policy, policy_of
 from outcore.engine.activations.room import ActivationRoom, SharedArguments
-from outcore.engine.activations.saved import as_saved, escaped, slot_of, storage_of, version_of
+from outcore.engine.activations.saved import as_saved, escaped, slot_of, version_of
 from outcore.engine.activations.saving import Graph, edges_of
 from outcore.engine.gradients.passes import BackwardGradients
-from outcore.engine.module.argument_hooks import hand_on_hooks, refuse_backward
+from outcore.engine.module.block_gradients import block_gradients
 from outcore.engine.module.compiling import Compiling
 from outcore.engine.module.graphs import (
     ForwardCall,
     GraphAnchor,
     TrainedParameters,
     UnitFunction,
-    UseByUse,
     find_leaves,
-    gradients,
     guarded_leaf,
     nodes_of,
+    refuse_backward,
+    refuse_hooks,
     refuse_transforms,
-    spare_functions,
-    spare_hooks,
+    refuse_weights_outside,
     taken,
-    without_hooks,
 )
 from outcore.engine.module.side_outputs import active_recording, emptied, hand_over, recording_apart
 from outcore.engine.recompute.autocast import AutocastCacheOff
@@ -68,19 +67,38 @@ from outcore.torch_private import (
 )
 
 
-class Services(NamedTuple):
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SharedByCalls:
     """What the calls of all units share."""
 
     weights: StreamedWeights
     gradients: BackwardGradients | None
     """Takes gradients of parameters in an ordinary backward; None: autograd itself takes them."""
     device: Device
-    doubts: PendingComparisons
+    comparisons: PendingComparisons
     access: ValueAccess
     room: ActivationRoom
     activations: ActivationOrder[Handle]
-    between: SharedArguments
+    arguments: SharedArguments
     compiling: Compiling
+
+
+class BlockResults:
+    """Results of a block: arguments that it returns are those of the outer graph; what it made follows by ``take``."""
+
+    def __init__(
+        self, inner: Sequence[torch.Tensor], arguments: Mapping[int, torch.Tensor], structure: Structure
+    ) -> None:
+        """Args: inner: Results inside of the block. arguments: Outer arguments, by id of the inner ones."""
+        self._inner, self.structure = inner, structure
+        self.tensors = [arguments.get(id(t), t) for t in inner]
+
+    def take(self, made: Iterable[torch.Tensor]) -> None:
+        """Take the outer tensors that stand for what the block made."""
+        rest = iter(made)
+        for i, tensor in enumerate(self._inner):
+            if tensor.grad_fn is not None:
+                self.tensors[i] = next(rest)
 
 
 class UnitCall:
@@ -88,19 +106,19 @@ class UnitCall:
 
     _why_once = "double backward through streamed weights is not supported"
 
-    def __init__(self, unit: Unit, services: Services) -> None:
+    def __init__(self, unit: Unit, shared: SharedByCalls) -> None:
         self.unit = unit
-        self._weights, self._gradients, self._device, doubts, access, room, activations, between, compiling = services
+        self._shared, self._weights, self._device = shared, shared.weights, shared.device
         self._is_closed, self._where = False, f"unit '{unit.label}'"
         functools.update_wrapper(self, unit.module.forward)
-        self._forward = compiling.forward_of(unit.module)
-        self._casts = compiling.casts_of(unit.params, self._device.torch_device)
+        self._forward = shared.compiling.forward_of(unit.module)
+        self._casts = shared.compiling.casts_of(unit.params, self._device.torch_device)
         self._anchor, self._trained = GraphAnchor(), TrainedParameters(unit)
-        self._edits = OwnEdits(unit, access)
-        self._repeats = Repeats(unit.modules, self._device, doubts, self._where)
-        self._policy: Policy = policy_of(unit, room, activations, between, self._device, self._where)
-        self._between = between
-        self._activations = activations if activations.homes_are_used else None
+        self._edits = OwnEdits(unit, shared.access)
+        self._repeats = Repeats(unit.modules, self._device, shared.comparisons, self._where)
+        self._policy: Policy = policy_of(
+            unit, shared.room, shared.activations, shared.arguments, self._device, self._where
+        )
 
     def close(self) -> None:
         """Make backward refuse all graphs made so far."""
@@ -126,14 +144,15 @@ class UnitCall:
         refuse_transforms(self._where)
         if self._device.interrupts is not None:
             self._device.interrupts.listen(self._device)
-        if self._activations is not None:
-            make_way(self._activations, self.unit, self._weights)
+        activations_leave = self._shared.activations.homes_are_used
+        if activations_leave:
+            make_way(self._shared.activations, self.unit, self._weights)
         # A checkpoint around the unit repeats the call and expects it to save the same: such a call has no kind.
         kind = self._policy.kind_of(args, kwargs) if self._policy.has_kinds and not is_packing() else None
         kept = as_saved(tensors)
-        call, inner, outputs, out_structure = self._run_forward(tensors, kept, structure, kind)
-        if self._activations is not None:
-            self._between.add(tensors)
+        call, results = self._run_forward(tensors, kept, structure, kind)
+        if activations_leave:
+            self._shared.arguments.add(tensors)
         if call.outputs:
             given = [t for t, uses in zip(tensors, call.uses, strict=True) for _ in range(uses)]
             saved = kept if call.needs_arguments or is_packing() else []
@@ -144,11 +163,8 @@ class UnitCall:
             made = UnitFunction.apply(self, call, saved, *inputs)
             for tensor in itertools.compress(made, retained):
                 tensor.retain_grad()
-            results = iter(made)
-        outer = {id(i): t for i, t in zip(inner, tensors, strict=True)}
-        result, added = out_structure.fill(
-            [outer.get(id(t), t) if t.grad_fn is None else next(results) for t in outputs]
-        )
+            results.take(made)
+        result, added = results.structure.fill(results.tensors)
         hand_over(added)
         return result
 
@@ -160,7 +176,7 @@ class UnitCall:
             self._edits.begin()
             result = self._forward(*args, **kwargs)
             tensors, _ = take_apart(result, self._where, are_results=True)
-            self._refuse_weights_outside(tensors)
+            refuse_weights_outside(self.unit, tensors, self._where)
             edits = self._edits.end()
         self._edits.write_home(edits)
         if torch.is_grad_enabled():
@@ -177,8 +193,8 @@ class UnitCall:
 
     def _run_forward(
         self, tensors: list[torch.Tensor], kept: list[torch.Tensor], structure: Structure, kind: Hashable
-    ) -> tuple[ForwardCall, list[torch.Tensor], list[torch.Tensor], Structure]:
-        """Run the block first; ``kept`` is for a recompute. Returns the call, inner inputs, results and their nest."""
+    ) -> tuple[ForwardCall, BlockResults]:
+        """Run the block first. Args: kept: For a recompute."""
         if self._weights.begin_call(self.unit) and self._weights.calls[-1][1] is Phase.FORWARD:
             raise UnsupportedError(called_inside(self._where))
         wants_grad = [t.requires_grad for t in tensors]
@@ -193,10 +209,8 @@ class UnitCall:
             self._edits.begin()
             modes = saving.hooks(), self._casts.cache(is_kept=saving.is_kept)
             outputs, out_structure = self._run(structure, inner, modes, recording)
-            for leaf, tensor in zip(inner, tensors, strict=True):
-                if leaf is not tensor and leaf._backward_hooks:
-                    hand_on_hooks(leaf, tensor, slot_of(self.unit), self._where)
-            self._refuse_weights_outside(outputs)
+            refuse_hooks(itertools.compress(inner, wants_grad), self._where)
+            refuse_weights_outside(self.unit, outputs, self._where)
             edits, slot = self._edits.end(), slot_of(self.unit) if saving.is_kept else range(0)
         self._edits.write_home(edits)
         state = None if saving.is_kept else state
@@ -208,20 +222,29 @@ class UnitCall:
             )
         made = [t for t in outputs if t.grad_fn is not None]
         foreign, used = find_leaves(made, inner, self.unit.params, start, slot, self._where)
-        version = self._weights_version(is_recomputed=state is not None)
-        call = ForwardCall(structure, wants_grad, foreign, [t.shape for t in made], made, version, state)
-        call.recording, call.flags, call.uses = emptied(recording), flags, [used.get(id(t), 0) for t in inner]
-        call.foreign_versions = [version_of(t) for t in foreign]
-        call.watched = sharing_memory(made, tensors)
+        call = ForwardCall(
+            inputs=structure,
+            wants_grad=wants_grad,
+            flags=flags,
+            uses=[used.get(id(t), 0) for t in inner],
+            foreign=foreign,
+            foreign_versions=[version_of(t) for t in foreign],
+            shapes=[t.shape for t in made],
+            outputs=made,
+            weights_version=self._weights_version(is_recomputed=state is not None),
+            state=state,
+            recording=emptied(recording),
+            saving=saving if saving.is_needed else None,
+            watched=sharing_memory(made, tensors),
+        )
         call.graph = saving.end(inner, made, call)
-        call.saving = saving if saving.is_needed else None
         if call.graph is None:
-            call.edited, call.kind = self._edits.suspects, None if saving.is_needed else kind
+            call.will_recompute(self._edits.suspects, None if saving.is_needed else kind)
             call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
         else:
             call.watched = sorted({*call.watched, *saving.watched(made)})
             self._casts.learn(made)
-        return call, inner, outputs, out_structure
+        return call, BlockResults(outputs, dict(zip(map(id, inner), tensors, strict=True)), out_structure)
 
     def _run(
         self,
@@ -238,15 +261,7 @@ class UnitCall:
             with torch.enable_grad(), saving, caching, recording_apart(recording) as added:
                 result = self._forward(*args, **dict(zip(names, values, strict=True)))
         except RuntimeError as error:
-            if "leaf Variable that requires grad" in str(error):
-                raise UnsupportedError(
-                    f"{self._where} changes one of its arguments in place, which cannot be recomputed; copy it first"
-                ) from error
-            if "saved tensor hooks" in str(error):
-                raise UnsupportedError(
-                    f"{self._where} takes gradients by torch.func, which torch cannot do if saved tensors are packed "
-                    "or dropped; give this unit the policy keep in the plan, with weights and activations on the device"
-                ) from error
+            _explain(error, self._where)
             raise
         if not structure.still_holds(nest, tensors, self._where):
             raise UnsupportedError(
@@ -254,18 +269,6 @@ class UnitCall:
                 "do twice; return what it adds"
             )
         return take_apart((result, added), self._where, are_results=True)
-
-    def _refuse_weights_outside(self, outputs: Sequence[torch.Tensor]) -> None:
-        buffer = None if self.unit.ledger.cut.is_resident else self.unit.device_buffer()
-        if buffer is None:
-            return
-        base = buffer.bytes.untyped_storage().data_ptr()
-        for tensor in outputs:
-            if storage_of(tensor) == base:
-                raise UnsupportedError(
-                    f"{self._where} returns one of its weights (shape {tuple(tensor.shape)}), "
-                    "whose memory will hold another unit soon; return a clone"
-                )
 
     def backward(
         self, ctx: Any, call: ForwardCall, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
@@ -284,7 +287,7 @@ class UnitCall:
             flag and (is_ordinary or _is_wanted(node))
             for flag, (node, _) in zip(call.flags, ctx.next_functions[-len(params) :] if params else (), strict=False)
         ]
-        taker = self._gradients if is_ordinary else None
+        taker = self._shared.gradients if is_ordinary else None
         if taker is not None:
             taker.begin(self.unit)
         with self._bound(Phase.BACKWARD):
@@ -292,24 +295,13 @@ class UnitCall:
                 saving = call.saving
                 if saving is not None:
                     saving.begin_backward()
-                inner, outputs = self._graph(call, saved, is_ordinary=is_ordinary)
+                graph = self._graph(call, saved, is_ordinary=is_ordinary)
                 if not is_kept:
                     call.release()
-                outer = [*(t for t, uses in zip(inner, call.uses, strict=True) if uses), *call.foreign]
-                sources = [*outer, *(p for p, w in zip(params, wanted, strict=True) if w)]
-                pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
-                leaves = [*params, *call.foreign]
-                by_use = UseByUse(call.uses, ctx.next_functions[1:])  # without the anchor's edge
-                handles = by_use.listen(outer, outputs) if by_use.heard else ()
-                all_found = without_hooks(leaves, lambda: gradients(pairs, sources, keeps_graph=is_kept), handles)
-            self._device.receive(itertools.chain(all_found, *by_use.heard.values()))
-            found = iter(all_found)
-            given = [next(found) for _ in outer]
-            made = {i: g for i, w in enumerate(wanted) if w and (g := next(found)) is not None}
-            grads_of = self.unit.gradient_form.native(made)
-            spare_hooks(params, grads_of)
-            if any([g is None for g in given]):  # `in` would compare every tensor
-                spare_functions(node for g, (node, _) in zip(given, by_use.edges, strict=False) if g is None)
+                edges = ctx.next_functions[1:]  # without the anchor's
+                found = block_gradients(call, graph, grads, edges, params, wanted, keeps_graph=is_kept)
+            self._device.receive(found.fresh)
+            grads_of = self.unit.gradient_form.native(found.params)
             # Autograd itself takes the gradients in a backward for chosen inputs, and those of parameters with hooks,
             # which must see the sum of all calls. Gradients of parameters that were frozen since forward are dropped.
             outside = {i: g for i, g in grads_of.items() if taker is None or params[i]._backward_hooks}
@@ -318,12 +310,12 @@ class UnitCall:
                 taker.deposit(self.unit, inside)
             if saving is not None:
                 saving.end_backward(is_over=not is_kept)
-        return [*by_use.spread(given), *[outside.get(i) for i in range(len(params))]]
+        return [*found.outside, *[outside.get(i) for i in range(len(params))]]
 
     def break_off(self) -> None:
         """Note that a backward ended in an exception. Autograd may report it long after the program has gone on."""
-        if self._gradients is not None:
-            self._gradients.break_off()
+        if self._shared.gradients is not None:
+            self._shared.gradients.break_off()
 
     def _refuse_always(self) -> None:
         if self._is_closed:
@@ -336,12 +328,7 @@ class UnitCall:
 
     def _refuse_stale(self, call: ForwardCall) -> None:
         self._refuse_always()
-        if call.weights_version != self._weights_version(is_recomputed=call.state is not None):
-            raise UnsupportedError(
-                f"{self._where}: expected the weights of its forward, but they have changed since (optimizer.step(), "
-                "load_state_dict, gathered(write=True), an edit in place); run forward again"
-            )
-        call.refuse_changes(self._where)
+        call.refuse_changes(self._weights_version(is_recomputed=call.state is not None), self._where)
 
     def _weights_version(self, *, is_recomputed: bool) -> tuple[int, ...]:
         unit = self.unit
@@ -366,9 +353,6 @@ class UnitCall:
         with call.state.restored(), self._edits.undone(call.edited):
             modes = saving, self._casts.cache_again(was_on=call.state.caches_casts)
             outputs, structure = self._run(call.inputs, inner, modes, call.recording)
-        for leaf, tensor in zip(inner, saved, strict=True):
-            if leaf is not tensor:  # hooks that forward's run of the block has handed on
-                leaf._backward_hooks = None
         made = [t for t in outputs if t.grad_fn is not None]
         if [t.shape for t in made] != call.shapes:
             raise UnsupportedError(
@@ -416,3 +400,16 @@ def _refuse_escaped(inner: Sequence[torch.Tensor], outputs: Sequence[Any], where
     # Where no such argument needs a gradient, or others are asked for, any node may tell.
     if any(map(_is_wanted, ends or [node for node, _ in nodes_of(outputs)])):
         raise UnsupportedError(escaped(where))
+
+
+def _explain(error: RuntimeError, where: str) -> None:
+    """Raise a better error for what torch says of blocks that cannot run here."""
+    if "leaf Variable that requires grad" in str(error):
+        raise UnsupportedError(
+            f"{where} changes one of its arguments in place, which cannot be recomputed; copy it first"
+        ) from error
+    if "saved tensor hooks" in str(error):
+        raise UnsupportedError(
+            f"{where} takes gradients by torch.func, which torch cannot do if saved tensors are packed "
+            "or dropped; give this unit the policy keep in the plan, with weights and activations on the device"
+        ) from error

@@ -7,8 +7,7 @@ that the block sets. Gradients through such tensors would be lost, so these are 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -27,44 +26,48 @@ from outcore.engine.recompute.structure import Structure
 from outcore.engine.unit.absent import unfreezing_refusal
 from outcore.engine.unit.unit import Unit
 from outcore.model.wrapped import tensors_in
-from outcore.torch_private import is_transformed, order_of, pytree, run_backward
+from outcore.torch_private import is_transformed, order_of, pytree
 
-_LEAF: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
-_TAKERS = "outcore: calls that take it"
+LEAF: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
+TAKERS = "outcore: calls that take it"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class ForwardCall:
     """What backward must know of one forward."""
 
     inputs: Structure
     wants_grad: list[bool]
+    flags: list[bool]
+    """Whether each of the unit's parameters needed a gradient."""
+    uses: list[int]
+    """How often the block's graph uses each argument. An unused argument is no input of the node: autograd would reach
+    it with None, where a plain loop does not reach it."""
     foreign: list[torch.Tensor]
+    foreign_versions: list[int]
     shapes: list[torch.Size]
     outputs: list[torch.Tensor]
     """Results with a gradient, until they are handed to the outer graph."""
     weights_version: tuple[int, ...]
-    state: ForwardState | None = None
-    graph: Graph | None = None
-    watched: list[int] = field(default_factory=list)
+    state: ForwardState | None
+    recording: Mapping[str, Any] | None
+    saving: CallSaving | None
+    """Holds the activations that backward needs."""
+    watched: list[int]
     """Indices of results that must not be changed in place outside."""
     returned: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Watched results as they were handed out, and their versions then."""
-    foreign_versions: list[int] = field(default_factory=list)
-    recording: Mapping[str, Any] | None = None
+    graph: Graph | None = None
     summary: Summary | None = None
     """Summary of all results, if those of the recompute are compared with them."""
     edited: list[int] = field(default_factory=list)
     """Indices of parameters that forward itself may have changed, if the call is recomputed."""
-    flags: list[bool] = field(default_factory=list)
-    """Whether each of the unit's parameters needed a gradient."""
-    uses: list[int] = field(default_factory=list)
-    """How often the block's graph uses each argument. An unused argument is no input of the node: autograd would reach
-    it with None, where a plain loop does not reach it."""
-    saving: CallSaving | None = None
-    """Holds the activations that backward needs."""
     kind: Hashable = None
     """Kind of the arguments, if a recompute may have to count what is saved."""
+
+    def will_recompute(self, edited: list[int], kind: Hashable) -> None:
+        """Note what the recompute of this call needs."""
+        self.edited, self.kind = edited, kind
 
     @property
     def needs_arguments(self) -> bool:
@@ -78,8 +81,13 @@ class ForwardCall:
         self.graph = self.state = self.saving = None
         self.returned = []
 
-    def refuse_changes(self, where: str) -> None:
-        """Raise if a tensor that backward needs was changed in place outside."""
+    def refuse_changes(self, weights_version: tuple[int, ...], where: str) -> None:
+        """Raise if the weights, or a tensor that backward needs, were changed after forward."""
+        if self.weights_version != weights_version:
+            raise UnsupportedError(
+                f"{where}: expected the weights of its forward, but they have changed since (optimizer.step(), "
+                "load_state_dict, gathered(write=True), an edit in place); run forward again"
+            )
         if any(tensor._version != version for tensor, version in self.returned):
             raise UnsupportedError(f"a result of {where} was changed in place after the call; change a copy instead")
         if [version_of(t) for t in self.foreign] != self.foreign_versions:
@@ -207,7 +215,7 @@ def find_leaves(
                 "pass it to the block as an argument"
             )
         for edge, _ in edges:
-            if type(edge) is _LEAF:
+            if type(edge) is LEAF:
                 leaf = edge.variable
                 used[id(leaf)] = used.get(id(leaf), 0) + 1
                 if id(leaf) not in known:
@@ -239,66 +247,9 @@ def taken(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor is not before and (node := tensor.grad_fn) is not None:
             metadata: Any = node.metadata
-            takers = metadata.setdefault(_TAKERS, {})
+            takers = metadata.setdefault(TAKERS, {})
             takers[tensor.output_nr] = takers.get(tensor.output_nr, 0) + 1
         before = tensor
-
-
-class UseByUse:
-    """Gradients of arguments that several calls take: one for each use, in the order in which autograd makes them.
-
-    In the one graph of a plain loop, autograd adds up the gradients of such a tensor use by use, the last use first. A
-    unit that first summed those of its own uses would round otherwise, since gradients of other calls come before them.
-    """
-
-    def __init__(self, uses: Sequence[int], edges: Sequence[tuple[Any, int]]) -> None:
-        """Args: uses: Uses of each argument in forward. edges: In the outer graph: one per use, then all others."""
-        self.edges: list[tuple[Any, int]] = []
-        """One edge for each argument that is used, then all edges behind those of arguments."""
-        self._counts: list[int] = []
-        self.heard: dict[int, list[torch.Tensor]] = {}
-        """Gradients by use, by number among used arguments: of those with several uses that other calls may take."""
-        place = 0
-        for count in uses:
-            if count:
-                node, output = edges[place]
-                if count > 1 and (type(node) is _LEAF or node.metadata[_TAKERS][output] > 1):
-                    self.heard[len(self._counts)] = []
-                self._counts.append(count)
-                self.edges.append(edges[place])
-                place += count
-        self.edges += edges[place:]
-
-    def listen(self, inner: Sequence[torch.Tensor], outputs: Iterable[torch.Tensor | GradientEdge]) -> Sequence[Any]:
-        """Record gradients by use in a block's own graph, until the returned handles are removed.
-
-        Args:
-            inner: The detached arguments that are used, then foreign leaves.
-            outputs: The block's results, or their edges.
-        """
-        # Not if the block put a hook on the argument: its result, made of the sum, cannot be divided by use.
-        number_of, handles = {id(inner[i]): i for i in self.heard if not inner[i]._backward_hooks}, []
-        for node, edges in nodes_of(outputs):
-            leaves = [(place, id(end.variable)) for place, (end, _) in enumerate(edges) if type(end) is _LEAF]
-            if ours := [(place, self.heard[number_of[leaf]]) for place, leaf in leaves if leaf in number_of]:
-                handles.append(node.register_hook(functools.partial(_add, ours)))
-        return handles
-
-    def spread(self, sums: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return gradients for the outer graph's edges. Args: sums: For each used argument, and for what follows."""
-        spread: list[torch.Tensor | None] = []
-        for number, (count, total) in enumerate(zip(self._counts, sums, strict=False)):
-            each = self.heard.get(number, ())
-            parts = each if 0 < len(each) <= count else [total]  # a recompute may use it more often
-            spread += parts
-            spread += [None] * (count - len(parts))
-        return [*spread, *sums[len(self._counts) :]]
-
-
-def _add(ours: Sequence[tuple[int, list[torch.Tensor]]], grads: Sequence[torch.Tensor | None], _: object) -> None:
-    for place, found in ours:
-        if (grad := grads[place]) is not None:
-            found.append(grad)
 
 
 def holds_weight(nest: Any, slot: range) -> bool:
@@ -332,111 +283,31 @@ def guarded_leaf(tensor: torch.Tensor, where: str) -> torch.Tensor:
     return leaf
 
 
-def gradients(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], sources: Sequence[torch.Tensor], *, keeps_graph: bool
-) -> Sequence[torch.Tensor | None]:
-    """Run a block's own backward.
+def refuse_backward(results: Sequence[torch.Tensor], arguments: Sequence[Any], where: str) -> None:
+    """Make backward refuse a graph that was made inside no_grad(). Arguments among the results have another graph."""
+    error = UnsupportedError(
+        f"{where}: expected a forward with gradients, but its graph was made by enable_grad() inside of no_grad(), and "
+        "its weights are gone; call the unit outside of no_grad()"
+    )
 
-    Args:
-        pairs: Results and their gradients.
-        sources: Tensors whose gradients are wanted.
-        keeps_graph: Whether it may run again.
+    def refuse(*_: object) -> NoReturn:
+        raise error
 
-    Returns:
-        A gradient for each source; None if it has none.
-    """
-    if not pairs or not sources:
-        return [None] * len(sources)
-    outputs, grads = zip(*pairs, strict=True)
-    try:
-        return run_backward(outputs, grads, sources, keeps_graph=keeps_graph)
-    except RuntimeError as error:
-        if "use_reentrant=True" in str(error):
+    passed = set(map(id, arguments))
+    for tensor in results:
+        if tensor.grad_fn is not None and id(tensor) not in passed:
+            tensor.grad_fn.register_prehook(refuse)
+
+
+def refuse_hooks(leaves: Iterable[torch.Tensor], where: str) -> None:
+    """Raise if a block put a hook on an argument: in the block it would see the share of this block alone."""
+    for leaf in leaves:
+        if leaf._backward_hooks:
             raise UnsupportedError(
-                "expected torch.utils.checkpoint inside of a unit with use_reentrant=False, but got "
-                "use_reentrant=True, whose gradients bypass the unit; pass use_reentrant=False, or leave the "
-                "checkpoint out, since outcore recomputes units already"
-            ) from error
-        raise
-
-
-class _WhereReached:
-    """A parameter's own hook, called only with a gradient. A plain loop does not call it for an unused parameter."""
-
-    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        self._hook = hook
-
-    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        return None if grad is None else self._hook(grad)
-
-
-def spare_hooks(params: Sequence[Parameter], grads: Container[int]) -> None:
-    """Keep hooks of parameters from being called without a gradient: autograd also reaches parameters that have none.
-
-    Args:
-        params: A unit's parameters.
-        grads: Indices of those that have a gradient.
-    """
-    for i, param in enumerate(params):
-        hooks = param._backward_hooks
-        if hooks and i not in grads:
-            hooks.update({k: h if isinstance(h, _WhereReached) else _WhereReached(h) for k, h in hooks.items()})
-
-
-def spare_functions(nodes: Iterable[Any]) -> None:
-    """Keep the user's own Functions from being called where no gradient flows: autograd also reaches such nodes.
-
-    A plain loop does not reach them. Autograd would make zeros for them, and so a gradient for what lies before.
-
-    Args:
-        nodes: Nodes of a unit's arguments that get no gradient.
-    """
-    seen: set[Any] = {None}
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if not isinstance(node, BackwardCFunction):
-            stack.extend(before for before, _ in node.next_functions)
-        elif not hasattr(node, "unit_call"):
-            node.register_prehook(_Unreached(node))
-
-
-class _Unreached:
-    """A hook that skips a node, once, if no gradient has reached it when it runs."""
-
-    def __init__(self, node: Any) -> None:
-        self._node: Any = node
-
-    def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> None:
-        node, self._node = self._node, None
-        if node is not None and all(g is None for g in grads):
-            node.apply = functools.partial(_pass_by, node)
-
-
-def _pass_by(node: Any, *_: object) -> tuple[None, ...]:
-    del node.apply
-    spare_functions(before for before, _ in node.next_functions)
-    return (None,) * len(node.needs_input_grad)
-
-
-def without_hooks(leaves: Sequence[torch.Tensor], work: Callable[[], Any], handles: Sequence[Any]) -> Any:
-    """Run ``work`` with the leaves' own hooks off: autograd runs them once, on the sum of all calls.
-
-    Args: handles: Hooks for this run alone, removed at its end.
-    """
-    hooked = [(t, t._backward_hooks) for t in leaves if t._backward_hooks]
-    for leaf, _ in hooked:
-        leaf._backward_hooks = None
-    try:
-        return work()
-    finally:
-        for leaf, hooks in hooked:
-            leaf._backward_hooks = hooks
-        for handle in handles:
-            handle.remove()
+                f"{where}: expected a block that puts no hook on its own arguments, whose gradients are sums over all "
+                "that use them, but it called register_hook on one; register the hook outside of the block, or on a "
+                "view inside: x = x.view_as(x)"
+            )
 
 
 def refuse_transforms(where: str) -> None:
@@ -447,3 +318,17 @@ def refuse_transforms(where: str) -> None:
             "forward-mode AD are active, which cannot follow streamed weights; "
             "call it under torch.no_grad(), or use backward()"
         )
+
+
+def refuse_weights_outside(unit: Unit, outputs: Sequence[torch.Tensor], where: str) -> None:
+    """Raise if results of a call are views of weights in a slot."""
+    buffer = None if unit.ledger.cut.is_resident else unit.device_buffer()
+    if buffer is None:
+        return
+    base = buffer.bytes.untyped_storage().data_ptr()
+    for tensor in outputs:
+        if storage_of(tensor) == base:
+            raise UnsupportedError(
+                f"{where} returns one of its weights (shape {tuple(tensor.shape)}), "
+                "whose memory will hold another unit soon; return a clone"
+            )

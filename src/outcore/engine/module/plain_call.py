@@ -56,8 +56,8 @@ class PlainCall(UnitCall):
         return result
 
     def _run_as_it_is(self, args: Any, kwargs: Any) -> Any:
-        if self._weights.refusal is not None:
-            raise self._weights.refusal
+        if self._weights.run.refusal is not None:
+            raise self._weights.run.refusal
         if not self._device.recorder.is_on and not self.unit.presence.is_withdrawn:
             return self._forward(*args, **kwargs)
         with self._bound(Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE):

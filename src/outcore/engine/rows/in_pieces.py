@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from outcore.core.errors import UnsupportedError
 from outcore.engine.activations.saved import version_of
 from outcore.engine.gradients.passes import BackwardGradients
-from outcore.engine.module.call import Services
+from outcore.engine.module.call import SharedByCalls
 from outcore.engine.module.side_outputs import active_recording, hand_over, recording_apart
 from outcore.engine.recompute.caches import in_training
 from outcore.engine.recompute.structure import Structure, take_apart
@@ -236,15 +236,15 @@ class _ParameterStandIn(torch.autograd.Function):
         return None, None, None, None if grad is None else ctx.stand_ins.take(ctx.index, grad)
 
 
-def in_pieces(units: Sequence[Unit], count: int, services: Services) -> Iterator[Callable[[], None]]:
+def in_pieces(units: Sequence[Unit], count: int, shared: SharedByCalls) -> Iterator[Callable[[], None]]:
     """Replace forwards of units and of modules outside of them. Yields what undoes it. Args: units: The root first."""
-    device, order = services.device, services.activations
+    device, order = shared.device, shared.activations
     for unit in units[1:]:
         turn = functools.partial(order.turn, unit.ledger) if unit.plan.saved_bytes else None
-        apart = RowIndependence(unit.module, device, f"unit '{unit.label}'", is_compiled=services.compiling.is_on)
-        way = functools.partial(make_way, order, unit, services.weights) if order.homes_are_used else None
+        apart = RowIndependence(unit.module, device, f"unit '{unit.label}'", is_compiled=shared.compiling.is_on)
+        way = functools.partial(make_way, order, unit, shared.weights) if order.homes_are_used else None
         yield stand_in(unit.module, PiecewiseForward(unit.module, apart, count, are_own=True, turn=turn, make_way=way))
-    stand_ins = ParameterStandIns(units[0], services.gradients)
+    stand_ins = ParameterStandIns(units[0], shared.gradients)
     inside = {id(module) for unit in units[1:] for module in unit.modules}
     for name, part in _outside(units[0].module, inside, {id(p) for p in units[0].params}):
         opened = stand_ins.of(list(part.modules()))

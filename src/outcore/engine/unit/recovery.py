@@ -12,22 +12,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from outcore.core.errors import OutcoreError
 from outcore.device.device import Device
 from outcore.device.lanes import SKIPPED
 from outcore.spec.lane_names import RANK_LANES, Lane
 
 
 class Recovery:
-    """Knows whether something was cut short, and repairs the bookkeeping. See [Note: cut short]."""
+    """Knows whether a run is open, and what was cut short; repairs the bookkeeping. See [Note: cut short]."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.is_closed = False
+        self.refusal: OutcoreError | None = None
+        """Why the run may not go on; None while it may."""
         self.is_due = False
         self.signs: list[Callable[[], None]] = []
         """Functions that set ``is_due`` if they find something that was cut short unnoticed."""
         self.parts: list[Callable[[], None]] = []
         """Functions that put a part's own bookkeeping into its idle state.
         When they are called nothing is in flight."""
+
+    def refuse_if_closed(self) -> None:
+        """Raise if the model was closed, or can only be closed. Else clear up behind what was cut short."""
+        if self.is_closed:
+            raise OutcoreError(
+                "expected a prepared model, but it was closed; prepare it again, or load what was saved before close()"
+            )
+        if self.refusal is not None:
+            raise self.refusal
+        self.look()
 
     def notice(self) -> None:
         """Ask all ``signs`` whether anything was cut short."""
