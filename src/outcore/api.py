@@ -35,7 +35,6 @@ from outcore.preparation.prepare_options import Options, Reduction, cut_model, n
 from outcore.preparation.with_ranks import (
     chosen,
     chosen_alone,
-    free_of_node,
     groups_said,
     joined,
     meet,
@@ -213,15 +212,6 @@ def plan_in_time(
             return spec, plan, timed.predict(plan) if is_timed else None
     finally:
         thaw(trained)
-
-
-def free_budget(budget: Budget, *, device: torch.device | str | None = None) -> Budget:
-    """Return the budget with a number for every tier it allows. An open number becomes what would be taken now.
-
-    For host and disk, the numbers are for all ranks of this machine together.
-    """
-    with open_device(device, Faults(), None) as opened:
-        return free_of_node(budget, opened)
 
 
 def close(model: nn.Module, *, keep_weights: bool = True) -> None:

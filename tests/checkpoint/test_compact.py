@@ -14,7 +14,7 @@ from outcore.checkpoint import library_files
 from outcore.checkpoint.export_checkpoint import export_checkpoint
 from outcore.checkpoint.training_state import load_states, save_states
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.engine.checkpoint_saves import EngineSaves
+from outcore.engine.engine_saves import EngineSaves
 from outcore.memory.files import checkpoint_file
 from outcore.spec.layout import CODES
 

@@ -17,7 +17,7 @@ from torch import nn
 import outcore
 from outcore.core.errors import UnsupportedError
 from outcore.device.device_copies import sum_of_words
-from outcore.engine import checkpoint_saves as saves
+from outcore.engine import engine_saves as saves
 from outcore.engine.engine import engine_of
 from outcore.engine.saved_weights import SavedWeights
 from outcore.memory.files.checkpoint_file import CheckpointFile

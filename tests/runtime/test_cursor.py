@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outcore.engine.streamed_weights import MAX_VISITS, Cursor, EvaluationRound
-from outcore.order.weight_cache import HeldUnits, Move, Moves
+from outcore.order.weight_cache import MAX_VISITS, Cursor, EvaluationRound, HeldUnits, Move, Moves
 from outcore.spec.schedule import Phase, Visit
 
 NOTHING = HeldUnits((), ())

@@ -20,7 +20,7 @@ from pathlib import Path
 from outcore.core.errors import LaneError
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
-from outcore.engine.checkpoint_saves import EngineSaves
+from outcore.engine.engine_saves import EngineSaves
 from outcore.engine.unit.live_port import LivePort, Traffic
 from outcore.engine.unit.tiers import Tiers
 from outcore.engine.updates.workers import UpdateWorkers

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from types import FrameType
 
@@ -23,7 +22,16 @@ from outcore.engine.saved_weights import SavedWeights
 from outcore.engine.unit.recovery import Recovery
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.order.activations import ActivationOrder
-from outcore.order.weight_cache import NEVER, HeldUnits, Move, Moves, slots_for, update_order, weight_moves
+from outcore.order.weight_cache import (
+    NEVER,
+    Cursor,
+    EvaluationRound,
+    HeldUnits,
+    Move,
+    slots_for,
+    update_order,
+    weight_moves,
+)
 from outcore.order.weights import WeightOrder, WeightSlots
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
@@ -337,82 +345,3 @@ class UnitBinding:
         except BaseException:
             self._weights.unwind(self._depth)
             raise
-
-
-MAX_VISITS = 2**16
-"""Visits of a step that are remembered; the rest of a longer step is fetched on demand."""
-
-Decide = Callable[[Sequence[Visit], HeldUnits], Moves]
-
-
-class Cursor:
-    """Follows a step along the visits of the one before, and says which moves are due.
-
-    If a visit is not the expected one, the cursor skips to the next place that fits, or stays if there is none. Moves
-    whose use was skipped are not made. An unexpected visit is fetched on demand. The next step is expected to repeat
-    this one.
-    """
-
-    def __init__(self, decide: Decide, expected: Sequence[Visit], held: HeldUnits) -> None:
-        """Args: decide: Returns the moves for visits, given what slots hold. expected: Visits of the first step."""
-        self._decide = decide
-        self.expected, self.seen = tuple(expected), list[Visit]()
-        self._decided: tuple[tuple[Visit, ...], HeldUnits] | None = None
-        self._moves: tuple[Move, ...] = ()
-        self._begin(held)
-
-    def restart(self, held: HeldUnits) -> None:
-        """Begin a step. The visits seen are expected again; if none were seen, the expected ones stay."""
-        self.expected, self.seen = tuple(self.seen) or self.expected, []
-        self._begin(held)
-
-    def reset(self, held: HeldUnits) -> None:
-        """Begin again: the visits seen were cut short and are no step."""
-        self.seen = []
-        self._begin(held)
-
-    def _begin(self, held: HeldUnits) -> None:
-        if self._decided != (self.expected, held):
-            self._decided, self._moves = (self.expected, held), self._decide(self.expected, held).moves
-        self._waiting = deque(self._moves)
-        self._next = 0
-
-    def follow(self, visit: Visit, *, may_skip: bool = True) -> None:
-        """Note that a visit takes place.
-
-        Args:
-            visit: An expected visit or another one.
-            may_skip: Whether it may come before expected visits, which are then not expected any more.
-        """
-        if len(self.seen) < MAX_VISITS:
-            self.seen.append(visit)
-        stop = len(self.expected) if may_skip else self._next + 1
-        found = next((i for i in range(self._next, min(stop, len(self.expected))) if self.expected[i] == visit), None)
-        if found is not None:
-            self._next = found + 1
-
-    def due(self) -> Iterator[Move]:
-        """Yield moves that can be made now, in order, each once, without those that come too late."""
-        now = max(self._next - 1, 0)
-        while self._waiting and self._waiting[0].due <= now:
-            move = self._waiting.popleft()
-            if move.use >= now:
-                yield move
-
-    def next_use(self, unit: int) -> int:
-        """Return the index of a unit's next expected visit; beyond the end if there is none in this step."""
-        coming = (i for i in range(self._next, len(self.expected)) if self.expected[i].unit == unit)
-        return next(coming, len(self.expected))
-
-
-class EvaluationRound(Cursor):
-    """Follows visits that are not divided into steps, as in evaluation: a round ends when a visit of it comes again."""
-
-    def follow_round(self, visit: Visit, held: Callable[[], HeldUnits]) -> None:
-        """Note that a visit takes place; begin a new round if it was in this one."""
-        if self.seen and visit == self.seen[-1]:  # a unit that is used twice in a row: nothing moves
-            return
-        if visit in self.seen:
-            del self.seen[: self.seen.index(visit)]
-            self.restart(held())
-        self.follow(visit)

@@ -15,7 +15,8 @@ from torch import nn
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.device.device import Device
-from outcore.device.opening import device_of_rank
+from outcore.device.faults import Faults
+from outcore.device.opening import device_of_rank, open_device
 from outcore.engine.attached import Values
 from outcore.engine.unit.unit import Unit
 from outcore.memory.limits import host_bytes
@@ -169,17 +170,21 @@ def chosen_alone(cut: Partition, options: Options, device: Device) -> tuple[Mode
     return cut.spec, plan, timed
 
 
-def free_of_node(budget: Budget, device: Device) -> Budget:
-    """See ``api.free_budget``."""
+def free_budget(budget: Budget, *, device: torch.device | str | None = None) -> Budget:
+    """Return the budget with a number for every tier it allows. An open number becomes what would be taken now.
+
+    For host and disk, the numbers are for all ranks of this machine together.
+    """
     sharers = num_local_ranks()
-    for tier, given, there in (("device", budget.device, device.total_bytes()), ("host", budget.host, host_bytes())):
+    with open_device(device, Faults(), None) as opened:
+        limits, total_bytes = limits_of(budget, opened, num_sharers=sharers), opened.total_bytes()
+    for tier, given, there in (("device", budget.device, total_bytes), ("host", budget.host, host_bytes())):
         if given is not None and given > there:
             warnings.warn(
                 f"the {tier} budget of {format_bytes(given)} is more than this machine has ({format_bytes(there)}); a "
                 "plan that takes more is refused when the run begins",
                 stacklevel=2,
             )
-    limits = limits_of(budget, device, num_sharers=sharers)
     nbytes = of_node(limits.by_tier, sharers)
     disk_bytes = None if limits.disk_bytes is None else nbytes["disk"]
     return Budget(device=nbytes["device"], host=nbytes["host"], disk=budget.disk, disk_bytes=disk_bytes)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
-from outcore.api import close, free_budget, plan_for, plan_in_time, prepare
+from outcore.api import close, plan_for, plan_in_time, prepare
 from outcore.command.train.data.load import Data, load_data
 from outcore.command.train.model.adapters import lora_config, with_adapters
 from outcore.command.train.model.reference import PlacedModel, plan_both
@@ -30,6 +30,7 @@ from outcore.integrations.versions import scores_in_tiles
 from outcore.memory.disk import DiskStore
 from outcore.preparation.forecast import Loop, token_batch
 from outcore.preparation.prepare_options import Options
+from outcore.preparation.with_ranks import free_budget
 from outcore.spec.budget import Budget
 from outcore.spec.layout import CODES, lay_out_states
 from outcore.spec.plan import TIERS, Plan, Tier

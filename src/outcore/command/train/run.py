@@ -21,7 +21,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from outcore.api import free_budget
 from outcore.checkpoint.find_checkpoints import RECORD
 from outcore.checkpoint.weights.export import save_model
 from outcore.checkpoint.weights.small_files import SmallFilesError, Writers
@@ -41,6 +40,7 @@ from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.engine.engine import engine_of
 from outcore.memory.limits import host_free_bytes
+from outcore.preparation.with_ranks import free_budget
 
 _HELD_BACK_BYTES = 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's names

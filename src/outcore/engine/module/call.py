@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from outcore.engine.gradients.passes import BackwardGradients
 from outcore.engine.module.block_gradients import block_gradients
 from outcore.engine.module.compiling import Compiling
 from outcore.engine.module.graphs import (
+    BlockResults,
     ForwardCall,
     GraphAnchor,
     TrainedParameters,
@@ -81,24 +82,6 @@ class SharedByCalls:
     activations: ActivationOrder[Handle]
     arguments: SharedArguments
     compiling: Compiling
-
-
-class BlockResults:
-    """Results of a block: arguments that it returns are those of the outer graph; what it made follows by ``take``."""
-
-    def __init__(
-        self, inner: Sequence[torch.Tensor], arguments: Mapping[int, torch.Tensor], structure: Structure
-    ) -> None:
-        """Args: inner: Results inside of the block. arguments: Outer arguments, by id of the inner ones."""
-        self._inner, self.structure = inner, structure
-        self.tensors = [arguments.get(id(t), t) for t in inner]
-
-    def take(self, made: Iterable[torch.Tensor]) -> None:
-        """Take the outer tensors that stand for what the block made."""
-        rest = iter(made)
-        for i, tensor in enumerate(self._inner):
-            if tensor.grad_fn is not None:
-                self.tensors[i] = next(rest)
 
 
 class UnitCall:

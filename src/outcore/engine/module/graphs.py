@@ -96,6 +96,24 @@ class ForwardCall:
             )
 
 
+class BlockResults:
+    """Results of a block: arguments that it returns are those of the outer graph; what it made follows by ``take``."""
+
+    def __init__(
+        self, inner: Sequence[torch.Tensor], arguments: Mapping[int, torch.Tensor], structure: Structure
+    ) -> None:
+        """Args: inner: Results inside of the block. arguments: Outer arguments, by id of the inner ones."""
+        self._inner, self.structure = inner, structure
+        self.tensors = [arguments.get(id(t), t) for t in inner]
+
+    def take(self, made: Iterable[torch.Tensor]) -> None:
+        """Take the outer tensors that stand for what the block made."""
+        rest = iter(made)
+        for i, tensor in enumerate(self._inner):
+            if tensor.grad_fn is not None:
+                self.tensors[i] = next(rest)
+
+
 class GraphAnchor:
     """A leaf that every call of a unit takes as an input.
 
