@@ -366,9 +366,9 @@ def test_where_everything_fits_the_loop_runs_as_it_is_and_keeps_what_was_measure
         for _ in range(STEPS):
             for _ in range(micro_batches):
                 loss = model(**next(data)).loss
-                taken.append(optimizer.engine.room.taken_bytes)
+                taken.append(optimizer.engine.calls.room.taken_bytes)
                 loss.backward()
-                assert optimizer.engine.room.taken_bytes == 0
+                assert optimizer.engine.calls.room.taken_bytes == 0
                 seen.append(loss.detach())
             seen.append(clip_grad_norm_(model.parameters(), 1.0))
             optimizer.step()

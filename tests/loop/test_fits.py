@@ -58,7 +58,7 @@ def same(
     ):
         torch.manual_seed(5)
         got = seen(drive(twin, streamed), twin, streamed)
-        assert streamed.engine.room.taken_bytes == 0
+        assert streamed.engine.calls.room.taken_bytes == 0
     assert_same(want, got)
 
 
@@ -231,9 +231,9 @@ def test_no_more_is_kept_than_there_is_room_for(kind: str, tmp_path: Path):
     with prepared(model, adamw(model), kind, room, tmp_path) as (model, optimizer):
         for rows in (3, 3, 1, 20, 3):
             loss = model.loss(batch(rows=rows))
-            assert 0 <= optimizer.engine.room.taken_bytes <= room
+            assert 0 <= optimizer.engine.calls.room.taken_bytes <= room
             loss.backward()
-            assert optimizer.engine.room.taken_bytes == 0, "the loss is still alive"
+            assert optimizer.engine.calls.room.taken_bytes == 0, "the loss is still alive"
             optimizer.step()
             optimizer.zero_grad()
 
@@ -245,7 +245,7 @@ def test_what_there_is_room_for_is_kept_from_the_first_step(kind: str, tmp_path:
     with prepared(model, adamw(model), kind, 20_000, tmp_path) as (model, optimizer):
         for rows in (3, 3, 1, 20, 3):
             loss = model.loss(batch(rows=rows))
-            taken = optimizer.engine.room.taken_bytes
+            taken = optimizer.engine.calls.room.taken_bytes
             assert (taken > 0) == (rows < 20), "two blocks of three rows, all of one row, none of twenty"
             loss.backward()
 
@@ -256,7 +256,7 @@ def test_an_accelerator_keeps_nothing_until_a_step_was_measured(tmp_path: Path):
     with prepared(model, adamw(model), "host", 2**30, tmp_path) as (model, optimizer):
         for step in range(2):
             loss = model.loss(batch())
-            assert (optimizer.engine.room.taken_bytes > 0) == (step > 0)
+            assert (optimizer.engine.calls.room.taken_bytes > 0) == (step > 0)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -446,7 +446,7 @@ def under_autocast(model: nn.Module, optimizer: Any) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model.loss(batch(step))
         if hasattr(optimizer, "engine"):
-            losses.append(optimizer.engine.room.taken_bytes > 0)
+            losses.append(optimizer.engine.calls.room.taken_bytes > 0)
         else:
             losses.append(step > 0)
         loss.backward()
@@ -499,7 +499,7 @@ def test_double_backward_in_the_first_call_and_in_later_ones(policy: str, room: 
                 penalty(model, optimizer)
             optimizer.zero_grad()
         train(model, optimizer)
-    assert optimizer.engine.room.taken_bytes == 0
+    assert optimizer.engine.calls.room.taken_bytes == 0
 
 
 @pytest.mark.filterwarnings("ignore:the weights of this Tower are gone:UserWarning")

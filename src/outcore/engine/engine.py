@@ -53,6 +53,8 @@ class Promises:
 class Engine:
     """Everything behind one prepared model. Owns device, memory, files and threads until ``close``."""
 
+    calls: SharedByCalls
+
     def __init__(
         self,
         partition: Partition,
@@ -90,7 +92,6 @@ class Engine:
         self.values = ParameterValues(self.places, self.access, has_optimizer=rule is not None)
         self.settings = RuleSettings(rule, self.values.spec)
         self._stepper: Stepper = self._streamed_updates()
-        self.room, self._comparisons = ActivationRoom(0), PendingComparisons(device)
         self.attached = Attached(self.model, self.units, self.opened, self.gradients)
 
     @property
@@ -135,23 +136,24 @@ class Engine:
         opened, plan = self.opened, self.opened.plan
         with opened.closed_on_error():
             self.attached.move_in(values)
+            room = ActivationRoom(0)
             if plan.kept_bytes:
-                self.room = ActivationRoom(plan.kept_bytes + plan.workspace_bytes, self.device.meter())
+                room = ActivationRoom(plan.kept_bytes + plan.workspace_bytes, self.device.meter())
             if plan.plain:
                 self._stepper = plain = PlainUpdates(self.units, self.device, Numbers(self.access))
                 self.attached.watch_results(plain)
-            shared = SharedByCalls(
+            self.calls = SharedByCalls(
                 weights=self.weights,
                 gradients=None if plan.plain else self.gradients,
                 device=self.device,
-                comparisons=self._comparisons,
+                comparisons=PendingComparisons(self.device),
                 access=self.access,
-                room=self.room,
+                room=room,
                 activations=opened.order.activations,
                 arguments=SharedArguments(),
                 compiling=Compiling(options=False) if compiling is None else compiling,
             )
-            self.attached.take_calls(shared, self._guard)
+            self.attached.take_calls(self.calls, self._guard)
 
     def _guard(self) -> ModuleGuard:
         self.model.__dict__[ATTACHMENT] = Attachment(self)
@@ -167,7 +169,7 @@ class Engine:
         self.run.refuse_if_closed()
         refuse_process_group("optimizer.step", self.num_ranks)
         self.device.check()
-        self._comparisons.settle()
+        self.calls.comparisons.settle()
         hypers = self.settings.of(groups)
         self._refuse_while_gathered()
         self.attached.guard.refuse_if_changed()
@@ -177,7 +179,7 @@ class Engine:
             steps = self._stepper.steps_of(hypers, self.attached.guard.refuse_if_adapted)  # before anything is done
             with self._refusing_what_follows():
                 self._stepper.take(steps)
-        self.room.end_step()
+        self.calls.room.end_step()
         self.attached.held_back.give_back_if_due()
 
     @contextmanager

@@ -148,8 +148,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._refuse_new_groups()
         with self.engine.device.recorder.step():
-            if not self._is_infinite():
-                self._unscale()
+            if not _is_infinite(self):
+                _unscale(self)
                 self.engine.step(self.param_groups)
         for one in self._originals:
             one._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on it warns otherwise
@@ -173,26 +173,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
             f"{went if name is None else came}; {todo}"
         )
 
-    def _is_infinite(self) -> bool:
-        """Whether ``GradScaler`` found infinities. Waits for the device if the host does not know."""
-        found: torch.Tensor | None = getattr(self, "found_inf", None)
-        if found is None:
-            return False
-        known = self.engine.gradients.homes.is_infinite
-        return bool(found.item()) if known is None else known
-
-    @torch.no_grad()
-    def _unscale(self) -> None:
-        """Unscale gradients: ``GradScaler`` leaves that to a fused optimizer if its ``unscale_`` was not called."""
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        if scale is None:
-            return
-        inverse = scale.double().reciprocal().float()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.mul_(inverse.to(param.grad.device))
-
     @as_it_is
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)
         """Zero gradients, as in torch, also those left incomplete by a backward that ended in an exception."""
@@ -213,19 +193,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             params = [params] if isinstance(params, torch.Tensor) else list(params)
             param_group["params"] = params
             for param in params:
-                self._refuse_unknown(param[1] if isinstance(param, tuple) else param)
+                _refuse_unknown(param[1] if isinstance(param, tuple) else param, self.engine)
         super().add_param_group(param_group)
-
-    def _refuse_unknown(self, param: torch.Tensor) -> None:
-        if self.engine.values.place(param) is None:
-            unit, index = self.engine.places.get(id(param), (None, 0))
-            what = f"one of shape {tuple(param.shape)} that is not in the model"
-            if unit is not None:
-                what = f"'{unit.spec.params[index].name}', which was frozen then"
-            raise UnsupportedError(
-                "add_param_group: expected parameters that were trainable at outcore.prepare(), which gave each its "
-                f"memory, but got {what}; prepare with everything that will ever be trained, and freeze it afterwards"
-            )
 
     @as_it_is
     def state_dict(self) -> dict[str, Any]:
@@ -338,6 +307,41 @@ def _refuse_other_params(groups: Sequence[Mapping[str, Any]], engine: Engine) ->
         raise ConfigError(
             f"optimizer: expected param groups of parameters of the model, each once, but got {what}; build groups "
             "from model.parameters()"
+        )
+
+
+def _is_infinite(optimizer: StreamedOptimizer) -> bool:
+    """Whether ``GradScaler`` found infinities. Waits for the device if the host does not know."""
+    found: torch.Tensor | None = getattr(optimizer, "found_inf", None)
+    if found is None:
+        return False
+    known = optimizer.engine.gradients.homes.is_infinite
+    return bool(found.item()) if known is None else known
+
+
+@torch.no_grad()
+def _unscale(optimizer: StreamedOptimizer) -> None:
+    """Unscale gradients: ``GradScaler`` leaves that to a fused optimizer if its ``unscale_`` was not called."""
+    scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return
+    inverse = scale.double().reciprocal().float()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad.mul_(inverse.to(param.grad.device))
+
+
+def _refuse_unknown(param: torch.Tensor, engine: Engine) -> None:
+    """Raise for a parameter that has no memory for gradients and states."""
+    if engine.values.place(param) is None:
+        unit, index = engine.places.get(id(param), (None, 0))
+        what = f"one of shape {tuple(param.shape)} that is not in the model"
+        if unit is not None:
+            what = f"'{unit.spec.params[index].name}', which was frozen then"
+        raise UnsupportedError(
+            "add_param_group: expected parameters that were trainable at outcore.prepare(), which gave each its "
+            f"memory, but got {what}; prepare with everything that will ever be trained, and freeze it afterwards"
         )
 
 

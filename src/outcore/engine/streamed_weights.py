@@ -178,14 +178,9 @@ class StreamedWeights:
 
     def _notice(self) -> None:
         """End the calls whose frames no longer run: an exception came before they could be ended."""
-        frame, running = inspect.currentframe() if self.calls else None, set()
-        while frame is not None:
-            running.add(id(frame))  # not the frames themselves, which would then hold one another
-            frame = frame.f_back
-        for number, (_, _, caller) in enumerate(self.calls):
-            if id(caller) not in running:
-                self.unwind(number)
-                break
+        number = _first_over([frame for _, _, frame in self.calls]) if self.calls else None
+        if number is not None:
+            self.unwind(number)
 
     def _reset(self) -> None:
         """Take back slots and parameters that no running call uses. See [Note: cut short]."""
@@ -300,6 +295,15 @@ class StreamedWeights:
                 raise AssertionError("no host slot for weights on disk")
             self._order.read(index, staging)
         self._order.fetch(index, place)
+
+
+def _first_over(frames: Sequence[FrameType | None]) -> int | None:
+    """Return the index of the first frame that no longer runs on this thread; None if all run."""
+    frame, running = inspect.currentframe(), set()
+    while frame is not None:
+        running.add(id(frame))  # not the frames themselves, which would then hold one another
+        frame = frame.f_back
+    return next((number for number, each in enumerate(frames) if id(each) not in running), None)
 
 
 def make_way(activations: ActivationOrder[Handle], unit: Unit, weights: StreamedWeights) -> None:

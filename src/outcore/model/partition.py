@@ -87,7 +87,6 @@ def partition(
     _refuse_unusable(model)
     named = find_units(model) if units is None else select_units(model, units)
     modules = (model, *named.values())
-    names = ("", *named)
     quantized = tuple(quantized_weights(model))
     owned = _owned_tensors(model, modules, quantized)
     full = {id(part): 0 for weight in quantized for part in weight.parts}
@@ -101,7 +100,7 @@ def partition(
     dtype = None if is_so else _COMPUTE_DTYPE[wanted]
     kept = {id(tensor) for tensor in kept_in_fp32(model, dtype)}
     specs, params = [], []
-    for name, (own, buffer_bytes) in zip(names, owned, strict=True):
+    for name, (own, buffer_bytes) in zip(("", *named), owned, strict=True):
         own.sort(key=lambda item: not item[1].requires_grad)
         dtypes = ("float32" if id(p) in kept else dtype for _, p in own)
         described = tuple(

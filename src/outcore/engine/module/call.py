@@ -43,6 +43,7 @@ from outcore.engine.module.graphs import (
     refuse_transforms,
     refuse_weights_outside,
     taken,
+    weights_version,
 )
 from outcore.engine.module.side_outputs import active_recording, emptied, hand_over, recording_apart
 from outcore.engine.recompute.autocast import AutocastCacheOff
@@ -163,11 +164,7 @@ class UnitCall:
             edits = self._edits.end()
         self._edits.write_home(edits)
         if torch.is_grad_enabled():
-            if any(t.requires_grad for t in tensors):
-                raise UnsupportedError(
-                    f"{self._where} is frozen and no argument needs a gradient, "
-                    "but its result does: a tensor with gradient reached it by closure; pass it as an argument"
-                )
+            _refuse_captured(tensors, self._where)
         elif not self.unit.ledger.cut.is_resident:
             made = [t for t in tensors if t.grad_fn is not None]
             if made:
@@ -214,7 +211,7 @@ class UnitCall:
             foreign_versions=[version_of(t) for t in foreign],
             shapes=[t.shape for t in made],
             outputs=made,
-            weights_version=self._weights_version(is_recomputed=state is not None),
+            weights_version=weights_version(self.unit, is_recomputed=state is not None),
             state=state,
             recording=emptied(recording),
             saving=saving if saving.is_needed else None,
@@ -311,14 +308,7 @@ class UnitCall:
 
     def _refuse_stale(self, call: ForwardCall) -> None:
         self._refuse_always()
-        call.refuse_changes(self._weights_version(is_recomputed=call.state is not None), self._where)
-
-    def _weights_version(self, *, is_recomputed: bool) -> tuple[int, ...]:
-        unit = self.unit
-        if unit.ledger.cut.is_resident:
-            return (unit.weights_version + sum([p._version for p in unit.params]),)
-        # A kept graph has saved gathered weights, or their place, which it does not find in the block.
-        return (unit.weights_version, *(unit.presence.edits() if is_recomputed else ()))
+        call.refuse_changes(self.unit, self._where)
 
     def _graph(self, call: ForwardCall, saved: Sequence[torch.Tensor], *, is_ordinary: bool) -> Graph:
         """Return inner inputs and outputs: the kept ones, or those of a recompute."""
@@ -362,6 +352,15 @@ def _leaf_of(argument: torch.Tensor, where: str) -> torch.Tensor:
 def _retain(reference: weakref.ref[torch.Tensor]) -> None:
     if (argument := reference()) is not None:
         argument.retain_grad()
+
+
+def _refuse_captured(results: Sequence[torch.Tensor], where: str) -> None:
+    """Raise if a result of a frozen unit needs a gradient though no argument does."""
+    if any(t.requires_grad for t in results):
+        raise UnsupportedError(
+            f"{where} is frozen and no argument needs a gradient, but its result does: a tensor with gradient reached "
+            "it by closure; pass it as an argument"
+        )
 
 
 def _is_wanted(node: Any) -> bool:

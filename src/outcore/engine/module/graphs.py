@@ -81,9 +81,9 @@ class ForwardCall:
         self.graph = self.state = self.saving = None
         self.returned = []
 
-    def refuse_changes(self, weights_version: tuple[int, ...], where: str) -> None:
+    def refuse_changes(self, unit: Unit, where: str) -> None:
         """Raise if the weights, or a tensor that backward needs, were changed after forward."""
-        if self.weights_version != weights_version:
+        if self.weights_version != weights_version(unit, is_recomputed=self.state is not None):
             raise UnsupportedError(
                 f"{where}: expected the weights of its forward, but they have changed since (optimizer.step(), "
                 "load_state_dict, gathered(write=True), an edit in place); run forward again"
@@ -94,6 +94,14 @@ class ForwardCall:
             raise UnsupportedError(
                 f"{where}: a tensor that it captured was changed in place after the call; change a copy instead"
             )
+
+
+def weights_version(unit: Unit, *, is_recomputed: bool) -> tuple[int, ...]:
+    """Return numbers that change with the weights on which a backward of the unit depends."""
+    if unit.ledger.cut.is_resident:
+        return (unit.weights_version + sum([p._version for p in unit.params]),)
+    # A kept graph has saved gathered weights, or their place, which it does not find in the block.
+    return (unit.weights_version, *(unit.presence.edits() if is_recomputed else ()))
 
 
 class BlockResults:
