@@ -37,9 +37,9 @@ from outcore.engine.module.graphs import (
     UnitFunction,
     find_leaves,
     guarded_leaf,
+    hooks_refusal,
     nodes_of,
     refuse_backward,
-    refuse_hooks,
     refuse_transforms,
     refuse_weights_outside,
     taken,
@@ -189,7 +189,9 @@ class UnitCall:
             self._edits.begin()
             modes = saving.hooks(), self._casts.cache(is_kept=saving.is_kept)
             outputs, out_structure = self._run(structure, inner, modes, recording)
-            refuse_hooks(itertools.compress(inner, wants_grad), self._where)
+            for leaf in itertools.compress(inner, wants_grad):
+                if leaf._backward_hooks:
+                    raise UnsupportedError(hooks_refusal(self._where))
             refuse_weights_outside(self.unit, outputs, self._where)
             edits, slot = self._edits.end(), slot_of(self.unit) if saving.is_kept else range(0)
         self._edits.write_home(edits)

@@ -325,15 +325,13 @@ def refuse_backward(results: Sequence[torch.Tensor], arguments: Sequence[Any], w
             tensor.grad_fn.register_prehook(refuse)
 
 
-def refuse_hooks(leaves: Iterable[torch.Tensor], where: str) -> None:
-    """Raise if a block put a hook on an argument: in the block it would see the share of this block alone."""
-    for leaf in leaves:
-        if leaf._backward_hooks:
-            raise UnsupportedError(
-                f"{where}: expected a block that puts no hook on its own arguments, whose gradients are sums over all "
-                "that use them, but it called register_hook on one; register the hook outside of the block, or on a "
-                "view inside: x = x.view_as(x)"
-            )
+def hooks_refusal(where: str) -> str:
+    """Say why a block may put no hook on an argument: in the block it would see the share of this block alone."""
+    return (
+        f"{where}: expected a block that puts no hook on its own arguments, whose gradients are sums over all that use "
+        "them, but it called register_hook on one; register the hook outside of the block, or on a view inside: "
+        "x = x.view_as(x)"
+    )
 
 
 def refuse_transforms(where: str) -> None:
