@@ -62,10 +62,11 @@ class Streamed(Plain):
     """Builds the Trainer with the mixin."""
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        self.folder, self.options = folder, options
+        self.folder, self.options, self.has_budget = folder, options, False
         self.models: list[Callable[[], torch.nn.Module]] = []
 
     def trainer(self, kind: type[Trainer], **options: Any) -> Trainer:
+        self.has_budget = "budget" in options | self.options
         made = type(kind.__name__, (OutcoreMixin, kind), {})(**options, **self.options)
         self.models.append(lambda: made.model)
         return made
@@ -76,7 +77,7 @@ class Streamed(Plain):
 
     def prepare(self, model: torch.nn.Module, optimizer: Any, options: Options) -> Any:
         """Prepare with a budget so tight that all tiers are used."""
-        if options.budget == outcore.Budget():
+        if not self.has_budget:
             options = dataclasses.replace(options, budget=tight(model, optimizer, self.folder, options))
         self.budget = options.budget
         return prepare_in_loop(model, optimizer, options)
