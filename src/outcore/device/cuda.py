@@ -30,7 +30,8 @@ from typing import Any, Self, cast, final
 import torch
 from torch import distributed
 
-from outcore.device.device import ACCELERATOR_SHARE, Device, aligned_bytes
+from outcore.device.device import Device
+from outcore.device.device_memory import ACCELERATOR_SHARE, aligned_bytes
 from outcore.device.faults import Faults
 from outcore.device.interrupts import IN_BACKWARD
 from outcore.device.lanes import Handle, QueuedOperation, Throttle, run_on_host

@@ -10,15 +10,13 @@ import abc
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 
 from outcore.core.closing import Closing
 from outcore.core.errors import LaneError
-from outcore.core.quantities import PAGE_BYTES
+from outcore.device.device_memory import DeviceMemory
 from outcore.device.faults import POISON, Delays, Faults, PermutedLanes
 from outcore.device.interrupts import InterruptsInBackward
 from outcore.device.lane_threads import ThreadedLanes
@@ -42,27 +40,9 @@ from outcore.spec.lane_names import RANK_LANES, Lane
 from outcore.spec.timeline import COMPUTE, HOST
 
 NOTHING: After = MappingProxyType({})
-ACCELERATOR_SHARE = 0.3
-"""``Device.activation_share`` of a device with memory of its own."""
 
 
-def aligned_bytes(nbytes: int, torch_device: torch.device) -> torch.Tensor:
-    """Return a 1D uint8 tensor of ``nbytes`` that begins at a multiple of 4 KiB; allocates 4 KiB more."""
-    memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device=torch_device)
-    return memory.narrow(0, -memory.data_ptr() % PAGE_BYTES, nbytes)
-
-
-class MemoryMeter(Protocol):
-    """Measures device memory."""
-
-    def start(self) -> None:
-        """Forget the peak and begin anew."""
-
-    def peak_bytes(self) -> int:
-        """Peak of memory in use since ``start``, without what was already in use when the meter was made."""
-
-
-class Device(Closing):
+class Device(DeviceMemory, Closing):
     """Lanes, compute and memory of one device.
 
     Owns the threads of its lanes from construction to ``close``, to garbage collection or to the end of the process. In
@@ -71,14 +51,10 @@ class Device(Closing):
     Order: operations of a lane run in the order of submission. ``compute`` orders compute; ``wait`` orders the host.
     """
 
-    has_host_memory: bool
-    """Whether device memory is host memory, so that both tiers share the same free bytes."""
     computes_on_host: bool
     """Whether compute runs on the host's cores: it then competes with host updates for them, and is never late."""
     update_block_bytes: int
     """Bytes of gradients per block of an update on the device: few enough for a cache, or enough to fill the device."""
-    activation_share: float
-    """Share of the device budget that a plan leaves to activations and workspace if their size is not known."""
     group_backend: str
     """Backend of torch's process groups for bytes on this device."""
     interrupts: InterruptsInBackward | None
@@ -105,8 +81,6 @@ class Device(Closing):
         pace, seed = _at_once if self._delays is None else self._delays.pace, faults.permute
         service = Service(execution, pace, self._failures, self.recorder)
         self._lanes: Lanes = ThreadedLanes(service) if seed is None else PermutedLanes(service, seed)
-        self.meet_others = partial(self._lanes.drain, RANK_LANES)
-        """Blocks the host until all operations between ranks are over, failed ones included."""
         self.pid = os.getpid()
         """Process that opened the device. A forked child cannot use the device."""
         self._finalizer = weakref.finalize(self, _close_lanes, self._lanes, execution, self.pid)
@@ -245,6 +219,10 @@ class Device(Closing):
         if self._checker is not None:
             self._checker.synchronize()
 
+    def meet_others(self) -> None:
+        """Block the host until all operations between ranks are over, failed ones included."""
+        self._lanes.drain(RANK_LANES)
+
     def hangs_up_with(self, hang_up: Callable[[], None]) -> None:
         """Set how ``close`` ends a lane's wait for another rank. Args: hang_up: Ends such waits."""
         self._lanes.hang_up = hang_up
@@ -266,30 +244,6 @@ class Device(Closing):
             self._free_memory()
 
     @abc.abstractmethod
-    def allocate(self, nbytes: int, *, is_touched: bool = True) -> torch.Tensor:
-        """Allocate device memory: 1D uint8 of ``nbytes``, aligned to 4 KiB, not initialised.
-
-        If device memory is host memory, ``is_touched=False`` leaves its pages to the first write or ``touch_memory``.
-        Memory: device, ``nbytes`` and at most 4 KiB more, until the tensor and its views are gone.
-        """
-
-    @abc.abstractmethod
-    def touch_memory(self) -> None:
-        """Make resident the pages that ``allocate(is_touched=False)`` left. Nothing may be in flight."""
-
-    @abc.abstractmethod
-    def register_host(self, memory: torch.Tensor) -> bool:
-        """Pin host memory (contiguous, aligned, alive until ``unregister_host``) in place, which makes copies fast.
-
-        Returns:
-            False if the driver refuses; the memory then stays pageable.
-        """
-
-    @abc.abstractmethod
-    def unregister_host(self, memory: torch.Tensor) -> None:
-        """Undo ``register_host``. Nothing may be in flight to or from the memory."""
-
-    @abc.abstractmethod
     def hand_over(self, tensor: torch.Tensor, lane: Lane | None) -> None:
         """Let compute free a tensor that still has a user: ``lane``, or with None the current stream of compute."""
 
@@ -306,24 +260,8 @@ class Device(Closing):
         """Restore what ``rng_state`` returned."""
 
     @abc.abstractmethod
-    def memory_bytes(self) -> int:
-        """Bytes of device memory that are free now."""
-
-    @abc.abstractmethod
-    def total_bytes(self) -> int:
-        """Bytes of device memory in all, free or in use."""
-
-    @abc.abstractmethod
-    def meter(self) -> MemoryMeter | None:
-        """Return a meter of memory taken beyond what is in use now; None if that memory is not the device tier's."""
-
-    @abc.abstractmethod
     def finish_copies(self) -> None:
         """Block the calling thread until the copies that it has issued are over."""
-
-    @abc.abstractmethod
-    def _free_memory(self) -> None:
-        """Free memory of ``allocate`` that is not freed together with its tensors."""
 
     @abc.abstractmethod
     def _order_compute(self, dependencies: tuple[Handle, ...]) -> None:

@@ -121,7 +121,7 @@ class Engine:
     def _streamed_updates(self) -> StreamedUpdates:
         opened, order = self.opened, self.opened.order.updates
         numbers = Numbers(self.access)
-        early = EarlyUpdates(order, self.access, opened.workers, self.settings.now, numbers)
+        early = EarlyUpdates(opened.order.out_of_place, self.access, opened.workers, self.settings.now, numbers)
         self.gradients.on_last = early.attempt
         self.run.parts += [early.reset, opened.order.activations.reset, opened.order.pools.reclaim]
         return StreamedUpdates(self.units, self.gradients, self.weights, order, early, self.access, opened.workers)

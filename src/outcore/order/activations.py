@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol
 
 from outcore.core.quantities import PAGE_BYTES
-from outcore.order.ledger import ByteSpan, H, Home, Ledger, TakenSlot, newest
+from outcore.order.ledger import ByteSpan, H, Home, HomeParts, Ledger, TakenSlot, newest
 from outcore.order.port import Deed, Port, Work
 from outcore.order.slots import Pools
 from outcore.spec.lane_names import Lane
@@ -126,18 +126,6 @@ class SavedCall(Generic[H]):
         self.loans = ()
 
 
-class _HomePart(NamedTuple, Generic[H]):
-    """The bytes [start, stop) of a unit's home, as a home of their own."""
-
-    start: int
-    stop: int
-    home: Home[H]
-
-
-def _cut(home: Home[H], start: int, stop: int) -> Home[H]:
-    return Home(home.name, home.kind, home.tier, stop - start, home.span(start, stop).memory)
-
-
 class ActivationOrder(Generic[H]):
     """Submits the operations of activations that leave. See [Note: activations away]."""
 
@@ -146,50 +134,29 @@ class ActivationOrder(Generic[H]):
         self._port, self._pools = port, pools
         self._calls: dict[Home[H], SavedCall[H]] = {}
         """Calls by their home; backward comes to the last one first."""
-        self._parts: dict[Home[H], list[_HomePart[H]]] = {}
-        """Parts of each home that were used last; they do not overlap."""
+        self._parts: HomeParts[H] = HomeParts()
         self._last: SavedCall[H] | None = None
         self._leaving: SavedCall[H] | None = None
 
     def room(self, unit: Ledger[H]) -> int:
-        """Return the most bytes that the unit's homes have room for, of what another call saves."""
-        return max((stop - start for home in unit.activations for start, stop in self._gaps(home)), default=0)
+        """Return the largest free range in the unit's homes, in bytes."""
+        return max(
+            (stop - start for home in unit.activations for start, stop in self._parts.gaps(home, self._is_needed)),
+            default=0,
+        )
 
-    def _gaps(self, home: Home[H]) -> Iterator[tuple[int, int]]:
-        """Yield the ranges [start, stop) of a home that hold nothing that a backward may need."""
-        end = 0
-        for part in sorted(self._parts.get(home, []), key=lambda part: part.start):
-            call = self._calls.get(part.home)
-            if call is not None and call.is_needed:
-                yield end, part.start
-                end = part.stop
-        yield end, home.nbytes
+    def _is_needed(self, home: Home[H]) -> bool:
+        call = self._calls.get(home)
+        return call is not None and call.is_needed
 
     def _part(self, unit: Ledger[H], nbytes: int) -> Home[H]:
         """Take the first part of a home with room for so many bytes. What was there before is given up."""
-        gaps = ((home, *gap) for home in unit.activations for gap in self._gaps(home))
-        home, start = next((home, start) for home, start, stop in gaps if stop - start >= nbytes)
-        parts, stop = self._parts.setdefault(home, []), start + nbytes
-        over = [part for part in parts if part.start < stop and start < part.stop]
-        for part in over:
-            before = self._calls.pop(part.home, None)
+        home, displaced = self._parts.take(unit.activations, nbytes, self._is_needed)
+        for before in (self._calls.pop(one, None) for one in displaced):
             if before is not None:
                 self._give(before, before.came)
                 self._give_staged(before)
-        if len(over) == 1 and (over[0].start, over[0].stop) == (start, stop):
-            return over[0].home
-        mine = home if nbytes == home.nbytes else _cut(home, start, stop)
-        used = [handle for part in over for handle in (part.home.ready, *part.home.readers) if handle is not None]
-        mine.ready, mine.readers = None, newest(used)
-        kept = [part for part in parts if part not in over]
-        for part in over:  # a writer of what is left of a part comes after the operations that used the whole part
-            for bounds in ((part.start, start), (stop, part.stop)):
-                if bounds[0] < bounds[1]:
-                    left = _cut(home, *bounds)
-                    left.ready, left.readers = part.home.ready, part.home.readers
-                    kept.append(_HomePart(*bounds, left))
-        parts[:] = [*kept, _HomePart(start, stop, mine)]
-        return mine
+        return home
 
     def begin_forward(self) -> None:
         """Begin a call whose backward may come: send earlier activations away, and let go of those that have left."""

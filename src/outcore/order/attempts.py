@@ -1,4 +1,4 @@
-"""The rule that decides which updates inside backward are made, in a run and in played time.
+"""Updates inside backward: their operations, and the rule that decides which are made, in a run and in played time.
 
 [Note: as many as there is time for] Backward may give gradients faster than updates take them. If all attempts were
 made in order, the units that forward needs first would be updated last, and forward would wait for everything. So an
@@ -18,6 +18,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from typing import Generic, Protocol
+
+from outcore.order.ledger import ByteSpan, H, Ledger
+from outcore.order.port import Deed, Port, Work
+from outcore.order.slots import Pools
+from outcore.order.supply import Supply
+from outcore.spec.lane_names import Lane
 
 _BEHIND = 2
 """Intended number of attempts lost or still under way at the end of backward; with fewer, lanes may have been idle."""
@@ -83,3 +90,68 @@ class Attempts:
     def reset(self) -> None:
         """Forget the attempts of a step that was cut short."""
         self._num, self._last = 0, None
+
+
+class EarlyWork(Protocol):
+    """The work of an update inside backward. On paper it does nothing."""
+
+    def out_of_place(
+        self, grads: ByteSpan, new: tuple[ByteSpan | None, ByteSpan], old: tuple[ByteSpan | None, ByteSpan | None]
+    ) -> Deed:
+        """Make new states and weights from old ones."""
+
+    def is_due(self) -> bool:
+        """Return whether there is time for it. Asked when its turn comes."""
+
+    def is_wanted(self) -> bool:
+        """Return whether it may still be used: False once ``step()`` has asked for something else."""
+
+
+class OutOfPlaceUpdates(Generic[H]):
+    """Submits updates inside backward, into second homes. See [Note: early updates]."""
+
+    def __init__(self, port: Port[H], pools: Pools[H], supply: Supply[H]) -> None:
+        self._port, self._pools, self._supply = port, pools, supply
+
+    def attempt(self, unit: Ledger[H], work: EarlyWork) -> None:
+        """Submit an update out of place, into the second homes."""
+        is_due = work.is_due
+        grads, old = self._supply.gradients(unit, is_due), self._supply.states(unit, is_due)
+        after = {**grads.after, **({} if old is None else old.after)}
+        old_states, new_states = None, None
+        if old is not None:  # states from disk come as a copy in a slot, which may be changed in place
+            old_states, new_states = (old.span, unit.next_states.span()) if old.taken is None else (None, old.span)
+        old_weights = None
+        # A save may still read the second homes: they were the first homes a step ago.
+        after |= {"next weights read": unit.next_weights.readers}
+        if unit.starts_from_weights and unit.weights.tier == "host":
+            old_weights = unit.weights.span()
+            after |= unit.weights.before_read()
+        elif unit.starts_from_weights:  # read into the second home, and changed into the new weights there
+            free = {"next weights written": unit.next_weights.ready, "next weights read": unit.next_weights.readers}
+            after |= self._supply.old_weights(unit, unit.next_weights.span(), free, is_due)
+        reads = [grads.span, *(span for span in (old_weights, old_states) if span is not None)]
+        if new_states is not None and old is not None and old.taken is None:
+            after |= {"next states read": unit.next_states.readers}
+        new_weights = unit.next_weights.span()
+        deed = work.out_of_place(grads.span, (new_states, new_weights), (old_states, old_weights))
+        updated = self._port.submit(
+            Lane.UPDATE,
+            "update early",
+            unit,
+            reads=reads,
+            writes=[new_weights, *([] if new_states is None else [new_states])],
+            after=after,
+            work=Work(deed, is_due=is_due),
+        )
+        self._supply.give_back_gradients(unit, grads, updated)
+        unit.states.read_by(updated)
+        if old_weights is not None:
+            unit.weights.read_by(updated)
+        unit.next_weights.perhaps_written_by(updated)
+        if old is not None:
+            self._supply.write_states(unit, old, unit.next_states, updated, is_due, work.is_wanted)
+
+    def forget_attempt(self, unit: Ledger[H]) -> None:
+        """Forget copies in slots of what an early update made, since it is not wanted."""
+        self._pools.forget(unit.next_states)

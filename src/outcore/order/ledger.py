@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, Union
 
@@ -194,3 +194,59 @@ class TakenSlot(NamedTuple, Generic[H]):
 
     pool: Any
     slot: Slot[H]
+
+
+class _HomePart(NamedTuple, Generic[H]):
+    """The bytes [start, stop) of a home, as a home of their own."""
+
+    start: int
+    stop: int
+    home: Home[H]
+
+
+class HomeParts(Generic[H]):
+    """The parts of each home that were taken last. They do not overlap."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Home[H], list[_HomePart[H]]] = {}
+
+    def gaps(self, home: Home[H], is_needed: Callable[[Home[H]], bool]) -> Iterator[tuple[int, int]]:
+        """Yield the free ranges [start, stop) of a home. Args: is_needed: Whether the bytes of a part may be read."""
+        end = 0
+        for part in sorted(self._parts.get(home, []), key=lambda part: part.start):
+            if is_needed(part.home):
+                yield end, part.start
+                end = part.stop
+        yield end, home.nbytes
+
+    def take(
+        self, homes: Sequence[Home[H]], nbytes: int, is_needed: Callable[[Home[H]], bool]
+    ) -> tuple[Home[H], list[Home[H]]]:
+        """Take the first range of ``nbytes`` that is free. Returns it as a home, and the parts that it takes over."""
+        gaps = ((home, *gap) for home in homes for gap in self.gaps(home, is_needed))
+        home, start = next((home, start) for home, start, stop in gaps if stop - start >= nbytes)
+        parts, stop = self._parts.setdefault(home, []), start + nbytes
+        over = [part for part in parts if part.start < stop and start < part.stop]
+        before = [part.home for part in over]
+        if len(over) == 1 and (over[0].start, over[0].stop) == (start, stop):
+            return over[0].home, before
+        mine = home if nbytes == home.nbytes else _cut(home, start, stop)
+        used = [handle for part in over for handle in (part.home.ready, *part.home.readers) if handle is not None]
+        mine.ready, mine.readers = None, newest(used)
+        kept = [part for part in parts if part not in over]
+        for part in over:  # a writer of what is left of a part comes after the operations that used the whole part
+            for bounds in ((part.start, start), (stop, part.stop)):
+                if bounds[0] < bounds[1]:
+                    left = _cut(home, *bounds)
+                    left.ready, left.readers = part.home.ready, part.home.readers
+                    kept.append(_HomePart(*bounds, left))
+        parts[:] = [*kept, _HomePart(start, stop, mine)]
+        return mine, before
+
+    def clear(self) -> None:
+        """Drop all parts, so that memory can be given back."""
+        self._parts.clear()
+
+
+def _cut(home: Home[H], start: int, stop: int) -> Home[H]:
+    return Home(home.name, home.kind, home.tier, stop - start, home.span(start, stop).memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Generic
 
 from outcore.order.activations import ActivationOrder
+from outcore.order.attempts import OutOfPlaceUpdates
 from outcore.order.gradients import GradientOrder
 from outcore.order.ledger import H, Ledger
 from outcore.order.port import Port
@@ -34,4 +35,5 @@ class StepOrder(Generic[H]):
         self.weights = WeightOrder(self.ledgers, port, self.pools)
         self.gradients = GradientOrder(port, self.pools, supply)
         self.activations: ActivationOrder[H] = ActivationOrder(self.ledgers, port, self.pools)
+        self.out_of_place = OutOfPlaceUpdates(port, self.pools, supply)
         self.updates = UpdateOrder(model, plan, port, self.pools, supply, self.weights)

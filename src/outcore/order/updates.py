@@ -60,21 +60,6 @@ class UpdateWork(Protocol[H]):
         """Send this rank's new run to all ranks that have the same runs, and receive theirs."""
 
 
-class EarlyWork(Protocol):
-    """The work of an update inside backward. On paper it does nothing."""
-
-    def out_of_place(
-        self, grads: ByteSpan, new: tuple[ByteSpan | None, ByteSpan], old: tuple[ByteSpan | None, ByteSpan | None]
-    ) -> Deed:
-        """Make new states and weights from old ones."""
-
-    def is_due(self) -> bool:
-        """Return whether there is time for it. Asked when its turn comes."""
-
-    def is_wanted(self) -> bool:
-        """Return whether it may still be used: False once ``step()`` has asked for something else."""
-
-
 class UpdateOrder(Generic[H]):
     """Submits the operations of updates."""
 
@@ -227,51 +212,6 @@ class UpdateOrder(Generic[H]):
     def _unused(self, unit: Ledger[H]) -> dict[str, H]:
         """Return what a write to weights on the device must wait for: compute has used the old ones."""
         return {"weights used": self._port.mark("weights used", unit)} if unit.cut.is_resident else {}
-
-    # Inside backward. See [Note: early updates].
-
-    def attempt(self, unit: Ledger[H], work: EarlyWork) -> None:
-        """Submit an update out of place, into the second homes."""
-        is_due = work.is_due
-        grads, old = self._supply.gradients(unit, is_due), self._supply.states(unit, is_due)
-        after = {**grads.after, **({} if old is None else old.after)}
-        old_states, new_states = None, None
-        if old is not None:  # states from disk come as a copy in a slot, which may be changed in place
-            old_states, new_states = (old.span, unit.next_states.span()) if old.taken is None else (None, old.span)
-        old_weights = None
-        # A save may still read the second homes: they were the first homes a step ago.
-        after |= {"next weights read": unit.next_weights.readers}
-        if unit.starts_from_weights and unit.weights.tier == "host":
-            old_weights = unit.weights.span()
-            after |= unit.weights.before_read()
-        elif unit.starts_from_weights:  # read into the second home, and changed into the new weights there
-            free = {"next weights written": unit.next_weights.ready, "next weights read": unit.next_weights.readers}
-            after |= self._supply.old_weights(unit, unit.next_weights.span(), free, is_due)
-        reads = [grads.span, *(span for span in (old_weights, old_states) if span is not None)]
-        if new_states is not None and old is not None and old.taken is None:
-            after |= {"next states read": unit.next_states.readers}
-        new_weights = unit.next_weights.span()
-        deed = work.out_of_place(grads.span, (new_states, new_weights), (old_states, old_weights))
-        updated = self._port.submit(
-            Lane.UPDATE,
-            "update early",
-            unit,
-            reads=reads,
-            writes=[new_weights, *([] if new_states is None else [new_states])],
-            after=after,
-            work=Work(deed, is_due=is_due),
-        )
-        self._supply.give_back_gradients(unit, grads, updated)
-        unit.states.read_by(updated)
-        if old_weights is not None:
-            unit.weights.read_by(updated)
-        unit.next_weights.perhaps_written_by(updated)
-        if old is not None:
-            self._supply.write_states(unit, old, unit.next_states, updated, is_due, work.is_wanted)
-
-    def forget_attempt(self, unit: Ledger[H]) -> None:
-        """Forget copies in slots of what an early update made, since it is not wanted."""
-        self._pools.forget(unit.next_states)
 
     def _change_places(self, unit: Ledger[H], work: UpdateWork[H]) -> None:
         """Exchange first and second homes. If weights live on the device or on disk, the new ones are sent there."""

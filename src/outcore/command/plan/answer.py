@@ -21,7 +21,7 @@ from outcore.command.train.model.adapters import with_adapters
 from outcore.command.train.model.source import ModelSource, build_model, find_shapes, refuse_long
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
-from outcore.device.device import ACCELERATOR_SHARE
+from outcore.device.device_memory import ACCELERATOR_SHARE
 from outcore.device.opening import open_device, usual_device
 from outcore.integrations.optimizers import optimizer_named
 from outcore.model.fused_dropout import fused_dropout

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from outcore.device.device import MemoryMeter
+from outcore.device.device_memory import MemoryMeter
 from outcore.device.lanes import Handle
 from outcore.engine.activations.saved import storage_of, version_of
 from outcore.order.activations import SavedCall

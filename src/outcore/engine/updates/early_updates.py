@@ -33,16 +33,15 @@ from outcore.engine.updates.workers import UpdateWorkers
 from outcore.engine.values.access import ValueAccess
 from outcore.memory.arena import Buffer
 from outcore.optim.rules import Hyper
-from outcore.order.attempts import Attempt, Attempts
+from outcore.order.attempts import Attempt, Attempts, OutOfPlaceUpdates
 from outcore.order.ledger import ByteSpan
-from outcore.order.updates import UpdateOrder
 
 Hypers = Callable[[], Mapping[int, Hyper]]
 """Function that returns the current settings of the param groups, by parameter id."""
 
 
 class _EarlyAttempt(Attempt):
-    """An update that may turn out to be the one that ``step()`` asks for. See ``order.updates.EarlyWork``."""
+    """An update that may turn out to be the one that ``step()`` asks for. See ``order.attempts.EarlyWork``."""
 
     def __init__(
         self, gradients: UnitGradients, changes: Mapping[int, ParameterChange], workers: UpdateWorkers | None
@@ -106,7 +105,7 @@ class EarlyUpdates:
 
     def __init__(
         self,
-        order: UpdateOrder[Handle],
+        order: OutOfPlaceUpdates[Handle],
         access: ValueAccess,
         workers: UpdateWorkers | None,
         hypers: Hypers,

@@ -148,6 +148,7 @@ class _Steps:
         order: StepOrder[PaperEntry] = StepOrder(model, plan, paper)
         self._units, self._weights = order.ledgers, order.weights
         self._gradients, self._updates, self._activations = order.gradients, order.updates, order.activations
+        self._out_of_place = order.out_of_place
         self._saved: dict[int, list[SavedCall[PaperEntry] | None]] = {}
         """Calls whose saved activations are sent away, by unit, the newest last. None: a call that found no home."""
         self._progress = [_Progress() for _ in self._units]
@@ -247,19 +248,19 @@ class _Steps:
         progress.has_gradients = progress.is_counted = True
         if unit.plan.early and progress.num_passes == self._plan.accumulation_steps:
             if progress.is_attempted:  # the unit got gradients again
-                self._updates.forget_attempt(unit)
+                self._out_of_place.forget_attempt(unit)
             self._attempt(unit, progress)
 
     def _attempt(self, unit: Ledger[PaperEntry], progress: _Progress) -> None:
         in_time = self.paper.in_time
         if in_time is None:
             progress.is_attempted = True
-            self._updates.attempt(unit, self._work[unit.index])
+            self._out_of_place.attempt(unit, self._work[unit.index])
             return
         progress.attempt = in_time.attempt = in_time.start(unit)
         progress.is_attempted = progress.attempt is not None
         if progress.is_attempted:
-            self._updates.attempt(unit, self._work[unit.index])
+            self._out_of_place.attempt(unit, self._work[unit.index])
         in_time.attempt = None
 
     def _step(self, visits: Sequence[Visit]) -> None:
@@ -275,7 +276,7 @@ class _Steps:
         indices = [i for i in update_order(seen, self._plan) if i in changed]
         for unit in self._units:
             if self._progress[unit.index].is_attempted and not self.is_made_early(unit):
-                self._updates.forget_attempt(unit)
+                self._out_of_place.forget_attempt(unit)
         self._updates.step((self._units[i] for i in indices), lambda unit: self._work[unit.index])
         for index in indices:
             self._progress[index] = _Progress()
