@@ -124,6 +124,14 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), **{**ADAMW, **options})
 
 
+@contextmanager
+def tower_on(kind: str, folder: Path, **options: Any) -> Iterator[Any]:
+    """Prepare a new tower with AdamW, as ``prepared`` does it."""
+    model = make()
+    with prepared(model, adamw(model), kind, folder, **options) as result:
+        yield result
+
+
 Drive = Callable[[nn.Module, torch.optim.Optimizer], Any]
 
 

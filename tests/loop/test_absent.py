@@ -13,7 +13,22 @@ from torch.optim.swa_utils import AveragedModel
 
 import outcore
 
-from .rig import BLOCKS, DEVICE, KINDS, RESIDENT, Block, Tower, adamw, agrees, batch, make, prepared, same, train
+from .rig import (
+    BLOCKS,
+    DEVICE,
+    KINDS,
+    RESIDENT,
+    Block,
+    Tower,
+    adamw,
+    agrees,
+    batch,
+    make,
+    prepared,
+    same,
+    tower_on,
+    train,
+)
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 ENDS = pytest.mark.parametrize("kind", ["device", "host"])
@@ -51,8 +66,7 @@ READS = {
 
 @AWAY
 def test_every_read_is_refused_by_name(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         train(model, optimizer, 1)
         param = model.get_parameter(NAME)
         place = "host memory" if kind == "host" else "the disk tier"
@@ -117,8 +131,7 @@ def test_questions_are_answered(kind, tmp_path):
 def test_unfreezing_is_refused(kind, tmp_path):
     name = "blocks.1.shift"
     for way in ("method", "attribute"):
-        model = make()
-        with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+        with tower_on(kind, tmp_path) as (model, optimizer):
             param = model.get_parameter(name)
 
             def change():
@@ -211,11 +224,7 @@ def test_edits_of_weights_on_the_device_count(kind, dtype, tmp_path):
         losses = []
         for step in range(6):
             edits(model, step)
-            loss = model.loss(batch(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+            losses += train(model, optimizer, 1, step)
         return losses
 
     if dtype == torch.float32:
@@ -252,8 +261,7 @@ def test_an_edit_between_forward_and_backward_is_refused(kind, tmp_path):
 
 @ENDS
 def test_replaced_data_of_another_shape_is_refused(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         model.head.bias.data = torch.zeros(7)
         with pytest.raises(outcore.UnsupportedError, match=r"'head.bias' to keep shape \(31,\).*replaced by \(7,\)"):
             optimizer.step()
@@ -261,8 +269,7 @@ def test_replaced_data_of_another_shape_is_refused(kind, tmp_path):
 
 @ENDS
 def test_replaced_parameters_are_refused(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         model.head.weight = nn.Parameter(torch.zeros(31, 13))
         with pytest.raises(outcore.UnsupportedError, match=r"'head.weight' was replaced"):
             optimizer.step()
@@ -283,8 +290,7 @@ def test_replaced_parameters_are_refused(kind, tmp_path):
     ],
 )
 def test_copies_of_modules_are_refused(kind, way, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         with pytest.raises(outcore.UnsupportedError):
             way(model)
         train(model, optimizer, 1)
@@ -303,8 +309,7 @@ def test_copies_of_the_optimizer_are_refused(kind, way, tmp_path):
 
 @ENDS
 def test_moves_that_change_nothing_pass_and_others_are_refused(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         for part in (model, model.blocks[1], model.head):
             assert part.to(DEVICE) is part
             assert part.to(torch.float32) is part
@@ -328,8 +333,7 @@ def test_moves_that_change_nothing_pass_and_others_are_refused(kind, tmp_path):
 
 @KIND
 def test_hand_written_average(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         average = {n: t.clone() for n, t in outcore.named_tensors(model)}
         train(model, optimizer, 1)
         if kind not in RESIDENT:
@@ -419,8 +423,7 @@ def test_training_goes_on_from_loaded_weights(kind, tmp_path):
 
 @AWAY
 def test_what_is_asked_often_is_answered_as_by_a_present_parameter(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, _):
+    with tower_on(kind, tmp_path) as (model, _):
         param = model.get_parameter(NAME)
         with outcore.gathered(model):
             want = param.shape, param.dtype, param.device, param.requires_grad, param.grad

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outcore
 
-from .rig import BLOCKS, DEVICE, WIDTH, Block, Tower, adamw, agrees, batch, make, prepared, same, train
+from .rig import BLOCKS, DEVICE, WIDTH, Block, Tower, adamw, agrees, batch, make, prepared, same, tower_on, train
 
 KIND = pytest.mark.parametrize("kind", ["device", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -114,8 +114,7 @@ def test_retained_graph(model, optimizer):
 @KIND
 @POLICY
 def test_second_backward_without_retaining_is_refused(kind, policy, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
+    with tower_on(kind, tmp_path, policy=policy) as (model, optimizer):
         loss = model.loss(batch())
         loss.backward()
         with pytest.raises(RuntimeError, match="second time|it is the second"):
@@ -128,16 +127,14 @@ def test_second_backward_without_retaining_is_refused(kind, policy, tmp_path):
 @POLICY
 def test_backward_after_the_step_is_refused(kind, policy, tmp_path):
     # The plain loop raises, too: the graph needs weights that are gone.
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
+    with tower_on(kind, tmp_path, policy=policy) as (model, optimizer):
         stale = model.loss(batch(1))
         train(model, optimizer, steps=1)
         with pytest.raises(
             (outcore.UnsupportedError, RuntimeError), match=r"they have changed since|modified by an inplace operation"
         ):
             stale.backward()
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
+    with tower_on(kind, tmp_path, policy=policy) as (model, optimizer):
         inside = model.blocks[0](model.blocks[1](torch.randn(2, 13)))
         train(model, optimizer, steps=1)
         with pytest.raises(outcore.UnsupportedError, match="unit 'blocks.0'.*they have changed since"):
@@ -147,8 +144,7 @@ def test_backward_after_the_step_is_refused(kind, policy, tmp_path):
 @KIND
 @POLICY
 def test_double_backward_is_refused(kind, policy, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, optimizer):
+    with tower_on(kind, tmp_path, policy=policy) as (model, optimizer):
         with pytest.raises(outcore.UnsupportedError, match="create_graph=True"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model.loss(batch()).backward(create_graph=True)
@@ -213,8 +209,7 @@ def test_autograd_functional(kind, policy, tmp_path):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @KIND
 def test_function_transforms_are_refused_in_training(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, _):
+    with tower_on(kind, tmp_path) as (model, _):
         x = torch.randn(4, 2, 13)
         model.eval()
         with torch.no_grad():
@@ -261,8 +256,7 @@ def storage(tensor):
 @KIND
 @POLICY
 def test_a_kept_loss_keeps_no_activations(kind, policy, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, _):
+    with tower_on(kind, tmp_path, policy=policy) as (model, _):
         made = []
         model.blocks[1].up.register_forward_hook(lambda m, args, out: made.extend([storage(out), storage(args[0])]))
         model.blocks[1].register_forward_hook(lambda m, args, out: made.extend([storage(out), storage(args[0])]))
@@ -325,9 +319,7 @@ def test_a_failed_backward_leaves_nothing_behind(model, optimizer):
             model.loss(batch(again)).backward()
         model.blocks[1].fails = False
         optimizer.zero_grad()
-        model.loss(batch(3)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, 1, 3)
     return train(model, optimizer)
 
 

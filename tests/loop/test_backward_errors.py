@@ -11,7 +11,7 @@ import torch
 
 import outcore
 
-from .rig import KINDS, Block, Tower, adamw, assert_same, batch, make, prepared, same, seen, train
+from .rig import KINDS, Block, Tower, adamw, assert_same, batch, make, prepared, same, seen, tower_on, train
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 SENTENCE = r"backward ended in an exception; call optimizer.zero_grad\(\) first"
@@ -187,8 +187,7 @@ class Injection:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from calls by Python itself
 def test_an_error_at_any_statement_costs_only_the_gradients(setting, error, tmp_path):
     kind, options = setting if setting in KINDS else "disk", SETTINGS[setting]
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path, **options) as (model, optimizer):
+    with tower_on(kind, tmp_path, **options) as (model, optimizer):
         train(model, optimizer, 1)
         first = {n: t.clone() for n, t in model.state_dict().items()}, optimizer.state_dict()
 

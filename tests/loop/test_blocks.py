@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import outcore
 
-from .rig import BLOCKS, DEVICE, WIDTH, Tower, adamw, agrees, batch, make, prepared, same, train
+from .rig import BLOCKS, DEVICE, WIDTH, Tower, adamw, agrees, batch, make, prepared, same, tower_on, train
 
 KIND = pytest.mark.parametrize("kind", ["device", "host"])
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -240,8 +240,7 @@ def test_views_changed_in_place_outside_are_refused(kind, policy, which, tmp_pat
 @KIND
 @POLICY
 def test_an_argument_changed_in_place_after_the_call_is_refused(kind, policy, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path, policy=policy) as (model, _):
+    with tower_on(kind, tmp_path, policy=policy) as (model, _):
         x = torch.randn(2, 3, WIDTH)
         y = model.blocks[0](x)
         x.add_(1)

@@ -18,7 +18,7 @@ from outcore.engine.updates import workers
 from outcore.memory.disk import DiskStore
 from outcore.memory.disk_file import OsDiskIO
 
-from .rig import adamw, batch, make, prepared, train
+from .rig import batch, tower_on, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:the weights of this:UserWarning")
 
@@ -47,8 +47,7 @@ def release():
 @contextmanager
 def trained(kind, folder):
     """A prepared model after one good step."""
-    model = make()
-    with prepared(model, adamw(model), kind, folder) as (model, optimizer):
+    with tower_on(kind, folder) as (model, optimizer):
         train(model, optimizer, 1)
         optimizer.engine.device.synchronize()
         yield model, optimizer

@@ -7,7 +7,7 @@ import torch
 
 import outcore
 
-from .rig import KINDS, adamw, agrees, batch, make, prepared, same, train
+from .rig import KINDS, adamw, agrees, batch, same, tower_on, train
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 POLICY = pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -77,8 +77,7 @@ def test_frozen_between_forward_and_backward(kind, policy, frozen_first, tmp_pat
 
 @pytest.mark.parametrize("kind", ["device", "host"])
 def test_unfreezing_what_has_no_memory_is_refused(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         train(model, optimizer)
         model.blocks[1].shift.requires_grad_(True)
         with pytest.raises(outcore.UnsupportedError, match="'blocks.1.shift' to stay frozen.*and freeze"):
@@ -89,8 +88,7 @@ def test_unfreezing_what_has_no_memory_is_refused(kind, tmp_path):
 
 @KIND
 def test_adapters_that_come_later_are_refused_though_some_go_on_training(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         train(model, optimizer, 1)
         model.blocks[1].up.weight.requires_grad_(False)
         model.blocks[1].adapter = torch.nn.Linear(3, 3)

@@ -13,7 +13,7 @@ import outcore
 from outcore.engine.activations import offloaded_call as away
 from outcore.memory.disk import DiskStore, Extent
 
-from .rig import Tower, adamw, batch, make
+from .rig import Tower, adamw, make, train
 
 
 def test_reads_and_writes_for_updates_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -35,9 +35,7 @@ def test_reads_and_writes_for_updates_give_way(tmp_path: Path, monkeypatch: pyte
     with outcore.prepare(model, optimizer, plan=plan, budget=outcore.Budget(disk=tmp_path)) as (model, optimizer):
         seen.clear()  # of filling
         for step in range(3):
-            model.loss(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, 1, step)
         optimizer.engine.device.synchronize()
         found = {(verb, kind): {way for v, k, way in seen if (v, k) == (verb, kind)} for verb, kind, _ in seen}
     first = [("read", "weights"), ("write", "weights"), ("write", "gradients"), ("read", "activations")]

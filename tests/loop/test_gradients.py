@@ -14,7 +14,7 @@ import outcore
 from outcore.engine.gradients import passes
 
 from . import rig
-from .rig import DEVICE, KINDS, Block, Tower, adamw, agrees, assert_same, batch, make, prepared, same, train
+from .rig import DEVICE, KINDS, Block, Tower, adamw, agrees, assert_same, batch, make, prepared, same, tower_on, train
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -120,9 +120,7 @@ def test_zeroing_in_place_after_a_backward_that_failed(kind, tmp_path, zero, is_
         zero(model, optimizer)
         held.clear()
         zeros = [p.grad.sum() for p in model.blocks[2].parameters() if p.grad is not None]
-        model.loss(batch(3)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, 1, 3)
         return losses, zeros, train(model, optimizer)
 
     same(drive, kind, tmp_path)
@@ -267,8 +265,7 @@ def test_a_change_that_fails_leaves_the_gradient(kind, tmp_path, monkeypatch):
 
 
 def test_own_tensor_as_gradient(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind if kind != "plain" else "device", tmp_path) as (model, optimizer):
+    with tower_on(kind if kind != "plain" else "device", tmp_path) as (model, optimizer):
         model.loss(batch()).backward()
         param = model.get_parameter(BLOCK_WEIGHT)
         param.grad = torch.ones(param.shape)
@@ -408,8 +405,7 @@ def test_changing_a_gradient_in_place_changes_what_the_step_takes(kind, when, tm
 def test_a_copy_says_that_it_is_none(kind, tmp_path):
     if kind == "plain":
         pytest.skip("gradients are autograd's own tensors, no copies")
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         model.loss(batch()).backward()
         param = model.get_parameter(BLOCK_WEIGHT)
         old = param.grad
@@ -425,8 +421,7 @@ def test_a_copy_says_that_it_is_none(kind, tmp_path):
 def test_a_copy_in_numpy_is_read_only(kind, tmp_path):
     if kind == "plain":
         pytest.skip("gradients are autograd's own tensors, no copies")
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, _):
+    with tower_on(kind, tmp_path) as (model, _):
         model.loss(batch()).backward()
         with pytest.raises(ValueError, match="read-only"):
             model.get_parameter(BLOCK_WEIGHT).grad.numpy()[0] = 1.0
@@ -440,8 +435,7 @@ def test_promised_accumulation_begins_anew_after_zeroing(model, optimizer):
 
 
 def test_more_passes_than_promised_are_refused(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path, accumulation_steps=1) as (model, optimizer):
+    with tower_on(kind, tmp_path, accumulation_steps=1) as (model, optimizer):
         model.loss(batch()).backward()
         with pytest.raises(outcore.UnsupportedError, match="accumulation_steps promised"):
             model.loss(batch()).backward()

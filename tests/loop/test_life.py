@@ -20,7 +20,21 @@ import outcore
 from outcore.engine.unit.unit import Beneath, Presence
 from outcore.engine.values.access import ValueAccess
 
-from .rig import DEVICE, KINDS, RESIDENT, Tower, adamw, agrees, assert_same, batch, make, prepared, same, train
+from .rig import (
+    DEVICE,
+    KINDS,
+    RESIDENT,
+    Tower,
+    adamw,
+    agrees,
+    assert_same,
+    batch,
+    make,
+    prepared,
+    same,
+    tower_on,
+    train,
+)
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 NAME = "blocks.1.up.weight"
@@ -28,8 +42,7 @@ NAME = "blocks.1.up.weight"
 
 @KIND
 def test_gathered_to_read(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         train(model, optimizer, 1)
         want = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
         for target in (
@@ -128,8 +141,7 @@ def double(model, factor=2.0):
 @KIND
 def test_a_graph_is_not_walked_with_weights_that_the_block_changed(kind, when, tmp_path):
     """Also when recomputes are no longer checked by their results."""
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         train(model, optimizer, 9)
         loss = model.loss(batch())
         with outcore.gathered(model):
@@ -151,8 +163,7 @@ def test_a_graph_is_not_walked_with_weights_that_the_block_changed(kind, when, t
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_kept_weights_while_gathered(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path, policy="keep") as (model, _):
+    with tower_on(kind, tmp_path, policy="keep") as (model, _):
         with outcore.gathered(model):
             loss = model.loss(batch())
         loss.backward()
@@ -163,8 +174,7 @@ def test_kept_weights_while_gathered(kind, tmp_path):
 
 @KIND
 def test_step_while_gathered_is_refused_and_errors_pass_through(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         want = model.state_dict()
         model.loss(batch()).backward()
         with (
@@ -184,8 +194,7 @@ def test_step_while_gathered_is_refused_and_errors_pass_through(kind, tmp_path):
 
 @KIND
 def test_writing_between_forward_and_backward_is_refused(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, _):
+    with tower_on(kind, tmp_path) as (model, _):
         loss = model.loss(batch())
         with outcore.gathered(model.blocks[1], write=True), torch.no_grad():
             model.get_parameter(NAME).zero_()
@@ -195,8 +204,7 @@ def test_writing_between_forward_and_backward_is_refused(kind, tmp_path):
 
 @KIND
 def test_use_after_close(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         train(model, optimizer, 1)
         model.loss(batch()).backward()
         outcore.close(model, keep_weights=False)
@@ -229,8 +237,7 @@ def test_use_after_close(kind, tmp_path):
 
 @KIND
 def test_backward_after_close(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, _):
+    with tower_on(kind, tmp_path) as (model, _):
         loss = model.loss(batch())
         outcore.close(model)
         with pytest.raises(outcore.OutcoreError, match="closed"):
@@ -289,8 +296,7 @@ def test_states_go_on_in_another_optimizer(tmp_path):
 
 @KIND
 def test_second_prepare_is_refused(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         outer = nn.ModuleDict({"inner": model})
         for again in (model, outer, model.blocks[1]):
             with pytest.raises(outcore.ConfigError, match=r"prepared|not inside it"):

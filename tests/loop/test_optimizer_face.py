@@ -11,7 +11,7 @@ from torch.optim import optimizer as torch_optimizer
 import outcore
 from outcore.spec.plan_table import plan_table
 
-from .rig import KINDS, adamw, agrees, assert_same, batch, make, prepared, same, train
+from .rig import KINDS, adamw, agrees, assert_same, batch, make, prepared, same, tower_on, train
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -105,8 +105,7 @@ def test_states_can_be_read_and_changed(kind, make_optimizer, tmp_path):
 
 
 def test_a_state_of_ones_own_has_no_home(tmp_path):
-    model = make()
-    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+    with tower_on("host", tmp_path) as (model, optimizer):
         train(model, optimizer)
         state = optimizer.state[model.head.weight]
         with pytest.raises(outcore.ConfigError, match="'ema', for which outcore.prepare"):
@@ -135,8 +134,7 @@ def test_a_group_that_comes_later(kind, tmp_path):
 
 
 def test_a_group_without_memory_is_refused(tmp_path):
-    model = make()
-    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+    with tower_on("host", tmp_path) as (model, optimizer):
         with pytest.raises(outcore.UnsupportedError, match=r"shape \(3,\) that is not in the model"):
             optimizer.add_param_group({"params": torch.nn.Parameter(torch.zeros(3))})
         with pytest.raises(outcore.UnsupportedError, match="'blocks.0.shift', which was frozen"):
@@ -259,8 +257,7 @@ def test_loading_keeps_names_and_what_the_class_requires(of, tmp_path):
 
 
 def test_states_that_were_held_over_a_load_are_refused(tmp_path):
-    model = make()
-    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+    with tower_on("host", tmp_path) as (model, optimizer):
         train(model, optimizer)
         held = optimizer.state[model.head.weight]
         optimizer.load_state_dict(optimizer.state_dict())
@@ -270,8 +267,7 @@ def test_states_that_were_held_over_a_load_are_refused(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["exp_avg", "step", "format", "groups"])
 def test_a_load_that_is_refused_changes_nothing(wrong, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+    with tower_on("host", tmp_path) as (model, optimizer):
         train(model, optimizer)
         groups, before = optimizer.param_groups, optimizer.state_dict()
         settings, saved = dict(groups[0]), optimizer.state_dict()

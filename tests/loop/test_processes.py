@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import outcore
 
-from .rig import Block, adamw, batch, make, prepared, train
+from .rig import Block, adamw, batch, make, tower_on, train
 
 BARE = "prepare the bare model on every rank: outcore shares the work"
 FIRST = "prepare after init_process_group, or under torchrun"
@@ -43,8 +43,7 @@ def test_environment_of_a_launcher(size, rank, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["device", "host"])
 def test_process_group_after_prepare(kind, tmp_path, monkeypatch):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         train(model, optimizer)
         model.loss(batch()).backward()
         monkeypatch.setattr(distributed, "is_initialized", lambda: True)
@@ -58,8 +57,7 @@ def test_process_group_after_prepare(kind, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("world_of_one")
 def test_world_of_one(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    model = make()
-    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+    with tower_on("host", tmp_path) as (model, optimizer):
         train(model, optimizer)
 
 
@@ -96,8 +94,7 @@ def test_fsdp_of_the_first_kind(monkeypatch):
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("kind", ["device", "host"])
 def test_replicated_after_prepare(kind, tmp_path):
-    model = make()
-    with prepared(model, adamw(model), kind, tmp_path) as (model, optimizer):
+    with tower_on(kind, tmp_path) as (model, optimizer):
         with refused("but the prepared model is wrapped in DistributedDataParallel"):
             DistributedDataParallel(model)
         with refused("but the prepared model is wrapped in DataParallel"):
@@ -108,8 +105,7 @@ def test_replicated_after_prepare(kind, tmp_path):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # fully_shard warns about forward hooks
 @pytest.mark.usefixtures("world_of_one")
 def test_sharded_after_prepare(tmp_path):
-    model = make()
-    with prepared(model, adamw(model), "device", tmp_path) as (model, optimizer):
+    with tower_on("device", tmp_path) as (model, optimizer):
         fully_shard(model)
         with refused("the model is wrapped in FSDPModule"):
             train(model, optimizer)

@@ -11,7 +11,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 import outcore
 
-from .rig import ADAMW, adamw, agrees, batch, make, prepared, same
+from .rig import ADAMW, adamw, agrees, batch, make, prepared, same, train
 
 KINDS = pytest.mark.parametrize("kind", ["device", "disk"])
 SCHEDULERS = {
@@ -120,9 +120,7 @@ def test_parameters_without_a_group_keep_their_gradients(model, optimizer):
 @agrees("device", "disk")
 def test_parameters_taken_out_of_their_group(model, optimizer):
     for step in range(3):
-        model.loss(batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, 1, step)
         if step == 0:
             taken = {id(p) for p in model.blocks[1].parameters()}
             group = optimizer.param_groups[0]

@@ -7,7 +7,7 @@ import torch
 
 import outcore
 
-from .rig import adamw, agrees, make, prepared, train
+from .rig import agrees, tower_on, train
 
 
 def sgd(model):
@@ -45,8 +45,7 @@ def test_states_that_are_popped_and_put_back(model, optimizer):
 
 
 def test_a_view_of_states_is_not_put_elsewhere(tmp_path):
-    model = make()
-    with prepared(model, adamw(model), "host", tmp_path) as (model, optimizer):
+    with tower_on("host", tmp_path) as (model, optimizer):
         train(model, optimizer)
         a, b = model.blocks[0].up.weight, model.blocks[1].up.weight
         before, states, old = optimizer.state_dict()["state"], optimizer.state, optimizer.state[b]
