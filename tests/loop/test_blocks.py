@@ -222,6 +222,7 @@ class ReturnsViews(Base):
         return y, y.view(-1), x.view(-1)
 
 
+@pytest.mark.pairs
 @KIND
 @POLICY
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -392,6 +393,7 @@ class Leaks(Base):
         return x + torch.tanh(self.within) * self.scale
 
 
+@pytest.mark.pairs
 @KIND
 @POLICY
 @pytest.mark.parametrize("name", ["penalty", "plain", "within"])
@@ -405,6 +407,7 @@ def test_gradients_through_attributes_are_refused(kind, policy, name, tmp_path):
             (loss + getattr(model.blocks[1], name).sum()).backward()
 
 
+@pytest.mark.pairs
 @KIND
 @POLICY
 @pytest.mark.parametrize("ordinary", [True, False])
