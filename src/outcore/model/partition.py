@@ -12,10 +12,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
+from outcore.model.kept_in_fp32 import kept_in_fp32
 from outcore.model.quantized import Quantized, full_shape, is_quantized, quantized_weights, refuse_unusable
 from outcore.model.unit_modules import find_units, output_embeddings, select_units
 from outcore.model.wrapped import bytes_of, is_wrapped, memory_of, tensors_in
-from outcore.planner.units.kept import kept_in_fp32
 from outcore.spec.model import (
     PRECISIONS,
     TRAINED_DTYPES,
