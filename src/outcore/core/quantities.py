@@ -1,6 +1,11 @@
 """Sizes in bytes as people write and read them. Only this module parses or formats them.
 
 1 GiB is 2**30 bytes; 1 GB is 1e9 bytes.
+
+[Note: aliases] States lie one behind another, and an update walks through all of them side by side. AMD's processors
+(Zen) find lines of the first-level cache by a hash of address bits 12 to 27. At a distance of 256 MiB, or twice 128,
+the lines of two states evict each other, and the update takes two to five times as long. Two more pages avoid this;
+one more page does not, since bits 12 and 27 cancel.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from fractions import Fraction
 
 from outcore.core.errors import ConfigError
 
+_ALIAS_BYTES = 2**27
 PAGE_BYTES = 4096  # extents, host buffers and O_DIRECT transfers are its multiples: drives of 4 KiB sectors reject less
 SMALL_BYTES = 4096  # storages up to this size stay on the device
 # Allocators place storages at its multiples. Kernels are chosen by the alignment of arguments.
@@ -64,3 +70,11 @@ def format_bytes(nbytes: int, *, is_need: bool = False) -> str:
 def format_rate(per_s: float) -> str:
     """Format a number per second for people: ``'1,234'``, or two digits of a small one: ``'0.3'``."""
     return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
+
+
+def unaliased(nbytes: int) -> int:
+    """Return a size, or a little more, so that what lies side by side in pieces of this size has no aliases.
+
+    See [Note: aliases].
+    """
+    return nbytes + 2 * PAGE_BYTES if nbytes and nbytes % _ALIAS_BYTES == 0 else nbytes

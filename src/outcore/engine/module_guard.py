@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
+from outcore.core.strides import row_major
 from outcore.engine.streamed_weights import StreamedWeights
 from outcore.engine.unit.absent import unfreezing_refusal
 from outcore.engine.unit.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
@@ -31,7 +32,6 @@ from outcore.engine.values.edits import same_bytes
 from outcore.engine.values.parameter_values import ParameterValues
 from outcore.model.quantized import TensorLocation, is_quantized, places_of
 from outcore.model.wrapped import Wrapping, is_wrapped, tensors_in
-from outcore.spec.model import row_major
 from outcore.torch_private import as_it_is, subclassed
 
 

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
+from outcore.core.strides import is_dense, row_major
 from outcore.model.kept_in_fp32 import kept_in_fp32
 from outcore.model.quantized import Quantized, full_shape, is_quantized, quantized_weights, refuse_unusable
 from outcore.model.unit_modules import find_units, output_embeddings, select_units
@@ -25,8 +26,6 @@ from outcore.spec.model import (
     Precision,
     StateForm,
     UnitSpec,
-    is_dense,
-    row_major,
 )
 
 _COMPUTE_DTYPE = {

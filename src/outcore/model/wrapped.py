@@ -15,7 +15,8 @@ import torch
 from torch.nn import Parameter
 
 from outcore.core.errors import UnsupportedError
-from outcore.spec.model import DTYPE_BYTES, is_dense
+from outcore.core.strides import is_dense
+from outcore.spec.model import DTYPE_BYTES
 from outcore.torch_private import is_wrapper, parts_of_coo
 
 _OWN = (torch.Tensor, Parameter)

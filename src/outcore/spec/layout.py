@@ -11,10 +11,9 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
-from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
+from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up, unaliased
 from outcore.spec.cut import weights_home
 from outcore.spec.model import (
-    ALIAS_BYTES,
     WITH_MASTERS,
     ModelSpec,
     ParamSpec,
@@ -143,7 +142,7 @@ def _own_layout(spec: UnitSpec, forms: Sequence[StateForm | None]) -> tuple[int,
     """Lay out a state that not all parameters have, or that does not use the update layout. Returns bytes and parts."""
     laid = [_parts_of(spec, forms, rank) for rank in range(spec.num_ranks)]
     nbytes = align_up(max(end for end, _ in laid), PAGE_BYTES)
-    return nbytes + 2 * PAGE_BYTES * (nbytes > 0 and nbytes % ALIAS_BYTES == 0), laid[spec.rank][1]
+    return unaliased(nbytes), laid[spec.rank][1]
 
 
 def _parts_of(spec: UnitSpec, forms: Sequence[StateForm | None], rank: int) -> tuple[int, tuple[Part, ...]]:

@@ -13,10 +13,6 @@
 
 Sizes are padded to 4 KiB, so any of these bytes may rest on disk.
 
-[Note: strides] PyTorch chooses kernels by strides, and different kernels round differently. So a parameter that is not
-row-major (``channels_last``, transposed) keeps its strides. In every layout its bytes lie in the same order as in the
-parameter's own memory, without gaps; torch's fused optimizers walk through them in this order, too.
-
 [Note: runs] With R ranks the trainable piece of the weights layout is padded and cut into R equal *runs* at page
 borders. A rank sums gradients, keeps states and updates for its own run only. So its update layout holds only the
 elements in that run; its sizes are those of the rank that needs most. Parameters begin at multiples of 256 bytes, or of
@@ -25,23 +21,19 @@ elements in that run; its sizes are those of the rank that needs most. Parameter
 If the update of a parameter must see all of it, or keeps states that do not belong to single elements, no parameter of
 the unit is cut. Then parameters go one by one, the largest first, to the run that is emptiest so far. The frozen piece
 is padded and cut into equal parts, for plans under which ranks home weights together (``spec.cut``).
-
-[Note: aliases] States lie one behind another, and an update walks through all of them side by side. AMD's processors
-(Zen) find lines of the first-level cache by a hash of address bits 12 to 27. At a distance of 256 MiB, or twice 128,
-the lines of two states evict each other, and the update takes two to five times as long. Two more pages avoid this;
-one more page does not, since bits 12 and 27 cancel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final, Literal, NamedTuple
 
-from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
+from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up, unaliased
+from outcore.core.strides import is_dense, outermost_first, row_major
 
 Precision = Literal["fp32", "bf16", "pure_bf16", "fp16", "fp64"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "pure_bf16", "fp16", "fp64")
@@ -59,29 +51,6 @@ MasterFormat = Literal["fp32", "compact"]
 WIDE: Final = "wide"
 """Format of fp32 states of a bf16 weight without an fp32 master, which is updated in fp32. Users call it ``fp32``."""
 StoredFormat = StateFormat | MasterFormat | Literal["wide"]
-ALIAS_BYTES = 2**27
-"""Number of bytes of which no state's size is a multiple, see [Note: aliases]."""
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a new contiguous tensor."""
-    sizes = [max(n, 1) for n in shape]
-    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
-
-
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether every element has a place of its own and no gaps lie between them."""
-    step = 1
-    for i in reversed(_outermost_first(strides)):
-        if shape[i] != 1:
-            if strides[i] != step:
-                return 0 in shape
-            step *= shape[i]
-    return True
-
-
-def _outermost_first(strides: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(strides)), key=lambda i: -strides[i]))
 
 
 class Part(NamedTuple):
@@ -137,7 +106,7 @@ class ParamSpec:
     """Dtype of its accumulated gradient, its master and its states."""
     requires_grad: bool
     strides: tuple[int, ...] | None = None
-    """Strides as ``torch.Tensor.stride()`` gives them; None: row-major. See [Note: strides]."""
+    """Strides as ``torch.Tensor.stride()`` gives them; None: row-major. See [Note: strides] in ``core.strides``."""
     states: tuple[StateForm, ...] | None = None
     """States that its optimizer keeps. None: all of ``ModelSpec.state_names``, with its shape and the update dtype."""
     master_format: MasterFormat = "fp32"
@@ -161,7 +130,7 @@ class ParamSpec:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """Dimensions in memory order, the outermost first."""
-        return _outermost_first(self.strides or row_major(self.shape))
+        return outermost_first(self.strides or row_major(self.shape))
 
     @property
     def is_indivisible(self) -> bool:
@@ -391,14 +360,13 @@ class UnitSpec:
 
     @cached_property
     def update_bytes(self) -> int:
-        """Size of the update layout: of accumulated gradients, and of each state that uses it. See [Note: aliases]."""
+        """Size of the update layout: of accumulated gradients, and of each state that uses it. See ``unaliased``."""
         sizes = [DTYPE_BYTES[param.update_dtype] for param in self.trainable]
         most = max(
             sum(align_up(n * size, PARAM_ALIGN_BYTES) for (_, n), size in zip(self.owned(rank), sizes, strict=True))
             for rank in range(self.num_ranks)
         )
-        size = align_up(most, PAGE_BYTES)
-        return size + 2 * PAGE_BYTES if size and size % ALIAS_BYTES == 0 else size
+        return unaliased(align_up(most, PAGE_BYTES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,12 +393,6 @@ class ModelSpec:
             ranks_per_node: Ranks on one machine; None: all of them.
             keeps_buckets: See ``UnitSpec.keeps_bucket``.
         """
-        shared = partial(
-            replace,
-            num_ranks=num_ranks,
-            rank=rank,
-            ranks_per_node=ranks_per_node or num_ranks,
-            keeps_bucket=keeps_buckets,
-        )
-        units = (shared(unit) for unit in self.units)
+        ranks: Any = {"num_ranks": num_ranks, "rank": rank, "ranks_per_node": ranks_per_node or num_ranks}
+        units = (replace(unit, **ranks, keeps_bucket=keeps_buckets) for unit in self.units)
         return replace(self, units=tuple(units))

@@ -18,11 +18,12 @@ from contextlib import contextmanager
 import torch
 
 from outcore.core.errors import UnsupportedError
+from outcore.core.strides import row_major
 from outcore.engine.unit.absent import unfreezing_refusal
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.engine.unit.views import torch_dtype
 from outcore.engine.values.access import ValueAccess
-from outcore.spec.model import ParamSpec, row_major
+from outcore.spec.model import ParamSpec
 
 
 @torch.no_grad()

@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError
+from outcore.core.strides import row_major
 from outcore.model.casts import Autocast
 from outcore.model.partition import Partition
-from outcore.spec.model import row_major
 from outcore.torch_private import FAKE_LOG, FakeTensor, FakeTensorMode, pytree
 
 _ANSWERING = threading.RLock()
