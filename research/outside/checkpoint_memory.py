@@ -178,7 +178,7 @@ def _of_files(folder: Path) -> int:
     found = {}
     for name, record in read_manifest(folder, check=False).tensors.items():
         files = [WeightsDirectory.open(folder, part.file.removesuffix(".safetensors")) for part in record.parts]
-        found[name] = _digest(piece for file in files for piece in file.pieces(name, 2**22))
+        found[name] = _digest(piece for file in files for piece in file.pieces(record.name or name, 2**22))
     return _digest([str(sorted(found.items())).encode()])
 
 

@@ -70,6 +70,76 @@ def test_models(name: str, tmp_path: Path):
         small.same(want, state_of(model, optimizer))
 
 
+@pytest.mark.parametrize("name", ["llama", "tied", "mixtral"])
+def test_the_library_reads_it_as_it_is(name: str, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    with small.prepared(small.build(name, dtype=torch.bfloat16), tmp_path, precision="bf16") as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        path = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2, wait=True).wait()
+        want = dict(outcore.named_tensors(model))
+    got = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    small.same({name: want[name] for name in got}, got)
+
+
+def tied_by_hand() -> Any:
+    """The library does not know of the tie, so it cannot save the model."""
+    model = small.build("llama")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def with_own_state() -> Any:
+    model = small.build("plain")
+    kind = type(model.blocks[1].down)
+    model.blocks[1].down.__class__ = type("Own", (kind,), {"get_extra_state": lambda _: {"it": 1}})
+    model.register_buffer("more", torch.arange(5))
+    return model
+
+
+def with_prompts() -> Any:
+    """Peft saves a table of them instead of the encoder that makes them."""
+    from peft import PromptEncoderConfig, get_peft_model
+
+    settings = {"num_virtual_tokens": 3, "encoder_hidden_size": 8}
+    return get_peft_model(small.build("llama"), PromptEncoderConfig(task_type="CAUSAL_LM", **settings))
+
+
+def with_more_than_adapters() -> Any:
+    model = small.with_adapters(small.build("llama"))
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    model.base_model.model.model.layers[0].register_buffer("more", torch.arange(5))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft uses the old name
+@pytest.mark.parametrize("build", [tied_by_hand, with_own_state, with_prompts, with_more_than_adapters])
+def test_what_the_library_does_not_save_is_beside_its_files(build: Any, tmp_path: Path):
+    with small.prepared(build(), tmp_path, "disk") as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        path = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2, wait=True).wait()
+        assert (path / "rest.safetensors").is_file()
+        want = small.train(model, optimizer, range(2, 4)), state_of(model, optimizer)
+        small.train(model, optimizer, range(4, 5))
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        got = small.train(model, optimizer, range(2, 4)), state_of(model, optimizer)
+    assert want[0] == got[0]
+    small.same(want[1], got[1])
+
+
+def test_parameters_that_no_group_has(tmp_path: Path):
+    model = small.build("plain")
+    optimizer = torch.optim.AdamW(model.blocks[0].parameters(), lr=0.1)
+    with small.prepared(model, tmp_path, optimizer=optimizer) as (model, optimizer):
+        small.train(model, optimizer, range(2))
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=2, wait=True)
+        want = small.train(model, optimizer, range(2, 4)), state_of(model, optimizer)
+        outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        got = small.train(model, optimizer, range(2, 4)), state_of(model, optimizer)
+    assert want[0] == got[0]
+    small.same(want[1], got[1])
+
+
 def test_small_state(tmp_path: Path):
     """Random generators continue; extra values come back unchanged."""
     extra = {
@@ -360,7 +430,7 @@ def odd_buffers() -> list[Any]:
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
 def test_buffers_that_no_file_holds_are_refused_by_name(value: torch.Tensor, what: str, tmp_path: Path):
     with small.prepared(with_buffer(value), tmp_path) as (model, optimizer):
-        with pytest.raises(UnsupportedError, match=rf"'model.blocks.0.more' {what}; .* persistent=False"):
+        with pytest.raises(UnsupportedError, match=rf"'blocks.0.more' {what}; .* persistent=False"):
             outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
         with pytest.raises(UnsupportedError, match=rf"'blocks.0.more' {what}; .* persistent=False"):
             outcore.save_pretrained(model, tmp_path / "weights")

@@ -232,8 +232,8 @@ def test_memory_is_measured(tmp_path: Path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda text: text.replace("buffers.safetensors", "../x.safetensors"),
-        lambda text: text.replace("buffers.safetensors", "/tmp/x.safetensors"),
+        lambda text: text.replace("model.safetensors", "../x.safetensors"),
+        lambda text: text.replace("model.safetensors", "/tmp/x.safetensors"),
         lambda text: text.replace('"step":2', '"step":-2'),
         lambda text: text.replace('"step":2', '"step":2.0'),
         lambda text: text.replace('"step":2', '"step":true'),
@@ -287,7 +287,7 @@ def test_links_are_removed_and_not_what_they_lead_to(run: Any, tmp_path: Path):
 def test_damaged_ones_do_not_count_among_those_that_are_kept(run: Any, tmp_path: Path):
     for step in (1, 2, 3):
         outcore.save_checkpoint(*run, tmp_path / "c", step=step, wait=True)
-    (tmp_path / "c" / "step-00000003" / "buffers.safetensors").unlink()
+    (tmp_path / "c" / "step-00000003" / "state.json").unlink()
     outcore.save_checkpoint(*run, tmp_path / "c", step=4, keep=2, wait=True)
     assert [step for step, _ in found_in(tmp_path / "c")] == [4, 3, 2]
     assert prune(tmp_path / "c", 1) == [tmp_path / "c" / f"step-0000000{step}" for step in (3, 2)]
@@ -408,11 +408,11 @@ def test_a_load_that_is_cut_short(error: Any, run: Any, tmp_path: Path, monkeypa
 
 
 def test_ctrl_c_while_small_files_are_written(run: Any, tmp_path: Path, monkeypatch: Any):
-    def interrupt(*_: Any) -> Any:
+    def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("outcore.checkpoint.save_and_load.write_units", interrupt)
+        patch.setattr("outcore.checkpoint.save_and_load.LibraryFiles.states", interrupt)
         with pytest.raises(KeyboardInterrupt):
             outcore.save_checkpoint(*run, tmp_path / "c", step=1)
     assert not list((tmp_path / "c").iterdir())

@@ -237,19 +237,19 @@ def test_tensors_that_the_manifest_describes_otherwise(of: str, run: Any, tmp_pa
     """All checksums are right, since file and manifest were changed together. The model is left untouched."""
     model, optimizer = run
     path = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1).wait()
-    unit, name = path / "unit-00001.safetensors", "model.blocks.0.down.weight"
-    tensors = load_file(unit)
+    file, name = path / "model.safetensors", "blocks.0.down.weight"
+    tensors = load_file(file)
     if of == "elements":
         tensors[name] = tensors[name][:-1].contiguous()
     elif of == "dtype":
         tensors[name] = tensors[name].view(torch.int32)
-    save_file(tensors, unit)
+    save_file(tensors, file)
     manifest = Manifest.from_json((path / "manifest.json").read_bytes())
-    record = manifest.tensors[name]
+    record = manifest.tensors[f"model.{name}"]
     if of == "file":
-        record = dataclasses.replace(record, parts=(record.parts[0]._replace(file="buffers.safetensors"),))
-    files = {**manifest.files, unit.name: tuple(checkpoint_folder._summed(unit))}
-    changed = dataclasses.replace(manifest, files=files, tensors={**manifest.tensors, name: record})
+        record = dataclasses.replace(record, parts=(record.parts[0]._replace(file="optimizer.safetensors"),))
+    files = {**manifest.files, file.name: tuple(checkpoint_folder._summed(file))}
+    changed = dataclasses.replace(manifest, files=files, tensors={**manifest.tensors, f"model.{name}": record})
     (path / "manifest.json").write_bytes(changed.to_json())
     read_manifest(path, check=True)
     before = state_of(model, optimizer)
@@ -266,13 +266,13 @@ def test_who_exports_keeps_what_is_read(tmp_path: Path, monkeypatch: Any):
     """A run that goes on would otherwise remove it."""
     with small.prepared(small.build("llama"), tmp_path) as run:
         outcore.save_checkpoint(*run, tmp_path / "c", step=1, wait=True)
-        write = export_checkpoint_module.write_safetensors
+        write = export_checkpoint_module.copy_files
 
         def removed(*args: Any, **options: Any) -> Any:
             outcore.save_checkpoint(*run, tmp_path / "c", step=2, keep=1, wait=True)
             return write(*args, **options)
 
-        monkeypatch.setattr(export_checkpoint_module, "write_safetensors", removed)
+        monkeypatch.setattr(export_checkpoint_module, "copy_files", removed)
         export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step-00000001", "step-00000002"]
 

@@ -36,6 +36,7 @@ def saved_beside(model: Any, optimizer: Any, folder: Path, name: str = "c", tidy
         files = LibraryFiles(engine, unfinished, save)
         files.weights(unfinished.path)
         files.states(optimizer, step=3)
+        files.submit()
     return save
 
 
@@ -121,7 +122,9 @@ def test_an_adapter_whose_name_is_a_path(tmp_path: Path):
         engine = engine_of(model, "a test")
         with begun(engine, tmp_path / "c", lambda files: Manifest(step=1, files=files), list) as (unfinished, save):
             inner = unfinished.path / "inner"
-            LibraryFiles(engine, unfinished, save).weights(inner)
+            files = LibraryFiles(engine, unfinished, save)
+            files.weights(inner)
+            files.submit()
             _move_into(inner, unfinished.path)
         save.wait()
     names = {path.name for path in (tmp_path / "c" / "team" / "one").iterdir()}
@@ -137,7 +140,9 @@ def test_a_second_file_of_a_name(tmp_path: Path):
             begun(engine, tmp_path / "c", lambda files: Manifest(step=3, files=files), list) as (unfinished, save),
         ):
             for _ in range(2):
-                LibraryFiles(engine, unfinished, save).weights(unfinished.path)
+                files = LibraryFiles(engine, unfinished, save)
+                files.weights(unfinished.path)
+                files.submit()
     assert not (tmp_path / "c").exists()
 
 

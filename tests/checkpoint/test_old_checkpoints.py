@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import outcore
+from outcore.checkpoint.export_checkpoint import export_checkpoint
+from outcore.core.errors import ConfigError
 
 from . import small
 from .test_compact import optimizer_for
@@ -47,6 +49,22 @@ def digest(model: Any, optimizer: Any) -> str:
     for group in optimizer.param_groups:
         found.update(repr(sorted((k, v) for k, v in group.items() if k != "params")).encode())
     return found.hexdigest()[:16]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_they_are_exported_by_name_alone(old: Path, tmp_path: Path):
+    """Compact masters are opened. What the libraries read is saved by a run that goes on."""
+    import torch.distributed.checkpoint as dcp
+
+    with pytest.raises(ConfigError, match="checkpoint of an earlier version, with a file for each unit; go on from"):
+        export_checkpoint(old / "compact", tmp_path / "hf", "hf")
+    export_checkpoint(old / "compact", tmp_path / "out", "dcp")
+    with begun("compact", tmp_path, "host", checkpoint=old / "compact") as (model, optimizer):
+        states = optimizer.state_dict()["state"].values()
+        want = {n: s["master"].cpu() for (n, _), s in zip(model.named_parameters(), states, strict=True)}
+    loaded = {"model": {name: torch.zeros(value.shape) for name, value in want.items()}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
+    small.same(want, loaded["model"])
 
 
 @pytest.fixture

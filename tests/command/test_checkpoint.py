@@ -42,17 +42,20 @@ def test_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     status, out, _ = run(monkeypatch, capsys, "ls", str(folder))
     assert status == 0
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [[f"step-{n:08d}", str(n)] for n in (2, 1, 0)]
-    unit = folder / "step-00000002" / "unit-00001.safetensors"
-    data = bytearray(unit.read_bytes())
+    status, out, _ = run(monkeypatch, capsys, "verify", str(folder / "step-00000001"))
+    assert status == 0
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["step-00000001", "1"]]
+    states = folder / "step-00000002" / "optimizer.safetensors"
+    data = bytearray(states.read_bytes())
     data[-5000] ^= 4
-    unit.write_bytes(data)
+    states.write_bytes(data)
     assert run(monkeypatch, capsys, "ls", str(folder))[0] == 0  # it looks at sizes alone
     status, out, _ = run(monkeypatch, capsys, "verify", str(folder))
     assert status == 1
     assert "damaged" in out.splitlines()[1]
-    assert "of 'unit-00001.safetensors'" in out.splitlines()[1]
+    assert "of 'optimizer.safetensors'" in out.splitlines()[1]
     assert [line.split()[-1] for line in out.splitlines()[2:]] == ["saved", "saved"]
-    unit.unlink()
+    states.unlink()
     status, out, _ = run(monkeypatch, capsys, "prune", str(folder), "--keep", "1")
     assert (status, out.splitlines()) == (0, [f"removed {folder / 'step-00000000'}"])
     with pytest.warns(UserWarning, match="The one before it is taken"):
@@ -103,7 +106,7 @@ def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_export(tmp_path: Path, command: Run):
-    model = small.build("plain", num_blocks=1).requires_grad_(True)  # frozen weights are in no checkpoint
+    model = small.build("plain", num_blocks=1).requires_grad_(True)  # --format dcp takes no frozen parameters
     with small.prepared(model, tmp_path) as (model, optimizer):
         outcore.save_checkpoint(model, optimizer, tmp_path, step=3, wait=True)
         want = {name: value.clone() for name, value in outcore.named_tensors(model)}

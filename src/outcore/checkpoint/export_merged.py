@@ -41,16 +41,13 @@ GO_ON = "go on from the checkpoint (prepare(checkpoint=...)), and call outcore.s
 """What to do about a model that cannot be built from its configuration."""
 
 
-def export_merged(
-    adapters: Path, directory: Path, *, library: Path | None = None, manifest: Manifest | None = None
-) -> str:
+def export_merged(adapters: Path, directory: Path, *, manifest: Manifest | None = None) -> str:
     """Write the base model of some adapters with the adapters merged in.
 
     Args:
         adapters: Folder of the adapters as peft writes them. What else it holds, such as a tokenizer, is copied.
         directory: Folder to write to.
-        library: Folder with the configuration with which the adapters were trained; None: it is the base model's.
-        manifest: Of the checkpoint that the adapters were written from. Base weights are compared with it.
+        manifest: Of the checkpoint, if it says what the adapters were trained on. Base weights are compared with it.
 
     Returns:
         What was written, for people.
@@ -67,8 +64,7 @@ def export_merged(
 
     adapter: Any = PeftConfig.from_pretrained(str(adapters))
     folder = _base_folder(adapter.base_model_name_or_path, adapters)
-    of_base: Any = transformers.AutoConfig.from_pretrained(folder)
-    config: Any = of_base if library is None else transformers.AutoConfig.from_pretrained(library)
+    config: Any = transformers.AutoConfig.from_pretrained(folder)
     config.name_or_path = adapter.base_model_name_or_path  # peft compares
     plain = _plain(config)
     try:
@@ -79,7 +75,7 @@ def export_merged(
             f"--merge: expected adapters of a {type(plain).__name__} in '{adapters}', but peft says: {error}; name the "
             "folder of the run that trained them"
         ) from error
-    quantization = getattr(of_base, "quantization_config", None)
+    quantization = getattr(config, "quantization_config", None)
     base, compared = BaseWeights(plain, folder, quantization), _Compared(folder, manifest)
     merged = Merged(model, base, _reader(model, adapters), compared.check)
     if merged.unties(plain):

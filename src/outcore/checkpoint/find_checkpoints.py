@@ -25,9 +25,10 @@ TRAINER_STATE, RECORD = "trainer_state.json", "settings.json"
 """Files of a Trainer's checkpoint: what a Trainer writes last, and the record of the command's run."""
 NOT_OF_A_MODEL = (
     *("optimizer*", "unit-*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin"),
+    *("rest.safetensors*", "rest-*", "state.json", "state.safetensors"),
     *(TRAINER_STATE, RECORD, MANIFEST_NAME, "checkpoint-*", "step-*", "runs"),
 )
-"""Files and folders of a Trainer that only training needs."""
+"""Files and folders of a checkpoint that only training needs."""
 T = TypeVar("T")
 
 
@@ -87,7 +88,8 @@ def refuse_other_tensors(path: Path, manifest: Manifest) -> None:
         for part in record.parts:
             if part.file not in files:
                 files[part.file] = WeightsDirectory.open(path, part.file.removesuffix(".safetensors"))
-            numel, dtype = math.prod(files[part.file].shape(name)), str(files[part.file].dtype(name))
+            there = record.name or name
+            numel, dtype = math.prod(files[part.file].shape(there)), str(files[part.file].dtype(there))
             if (numel, dtype) != (part.stop - part.start, f"torch.{record.dtype}"):
                 raise ConfigError(
                     f"checkpoint '{path}': expected {part.stop - part.start:,} {record.dtype} of '{name}' in "

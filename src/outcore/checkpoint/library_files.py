@@ -1,23 +1,26 @@
-"""Weights and states as a Trainer's checkpoint holds them, written beside training.
+"""Weights and states as every checkpoint holds them, written beside training.
 
 [Note: library files] Names, dtypes and shapes are those that ``save_pretrained`` and ``save_states`` write; only the
 order of tensors within a file differs. A file is written front to back, so it begins with buffers, which are written at
-once. Homes follow: larger items first, and among equal ones, those first that the next step updates first.
+once. Homes follow: larger items first, and among equal ones, those first that the next step updates first. Files are
+filled side by side, so that a unit's next update waits for its own weights and states alone.
 Bytes that are the same in the file as in their home go there piece by piece. A tensor that is converted is in memory as
 a whole meanwhile.
-Several ranks have parts of states. So each writes files of units, as ``save_checkpoint`` does, and the manifest says
-where each part lies.
+Several ranks have parts of states. So each writes files of units, and the manifest says where each part lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from heapq import merge
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from outcore.checkpoint.begin_checkpoint import refuse_full
 from outcore.checkpoint.training_state import STATES, described_states, plain_settings, trained_params
@@ -44,11 +47,17 @@ from outcore.engine.values.access import shown_states
 from outcore.engine.values.edits import let_masters_follow
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import write_new
+from outcore.memory.files.weights_file import refuse_layout
 from outcore.memory.files.weights_layout import LaidOut, TensorSpec, nbytes_of, tensor_files
 from outcore.optim.compact import masters_of, open_masters
 from outcore.spec.layout import CODES, ROW_NUMEL
 from outcore.spec.model import ParamSpec, Part
 
+REST = "rest"
+"""Stem of the file with trained weights and buffers that the library's files do not hold."""
+Held = Mapping[int, tuple[str, str] | None]
+"""Where the library's files hold the tensors of a model, by their ids: stem of the files, and name in them. None: in
+another form."""
 _NONE: Mapping[str, str] = {}
 _MASTERS_AT_A_TIME = 2**18
 _MASTERS_OF_ONE_THREAD = 2**14
@@ -94,9 +103,15 @@ class _Layout(NamedTuple):
 class LibraryFiles:
     """Weights and states of one checkpoint that is being written."""
 
-    def __init__(self, engine: Engine, unfinished: PartOfCheckpoint, save: Save) -> None:
-        """Take over the user's edits of parameters. Nothing is written yet."""
-        self._engine, self._unfinished, self._save = engine, unfinished, save
+    def __init__(self, engine: Engine, unfinished: PartOfCheckpoint, save: Save, *, is_strict: bool = True) -> None:
+        """Take over the user's edits of parameters. Nothing is written yet.
+
+        Args: is_strict: Whether small files that the library cannot write are an error, and not a warning.
+        """
+        self._engine, self._unfinished, self._save, self._is_strict = engine, unfinished, save, is_strict
+        self._turns = {id(unit.ledger): turn for turn, unit in enumerate(engine.weights.units_to_update())}
+        self._layouts: list[_Layout] = []
+        """Files that are not begun yet."""
         self.described: dict[str, Any] = {}
         """Fields for the manifest, if states are in files of units."""
         for unit in engine.units:
@@ -123,10 +138,11 @@ class LibraryFiles:
         if saves_adapters(model):
             self._adapters(small)
             return
-        save_beside_weights(model, small)
         state = saved_state(model)
         groups = saving_groups(model, state)
-        self._submit(self._layout("model", [self._weights(group, state) for group in groups]))
+        layout = self._layout("model", [self._weights(group, state) for group in groups])
+        self._save_beside(small)
+        self._layouts.append(layout)
 
     def _adapters(self, small: Path) -> None:
         adapters, layouts = adapter_tensors(self._engine.model), list[_Layout]()
@@ -137,12 +153,38 @@ class LibraryFiles:
         if any(layout.index_file is not None for layout in layouts):  # peft reads one file
             adapters, layouts = None, []
         values = adapter_values(self._engine) if adapters is None else {}
-        save_beside_weights(self._engine.model, small, adapters, values)
-        for layout in layouts:
-            self._submit(layout)
+        self._save_beside(small, adapters, values)
+        self._layouts += layouts
 
-    def states(self, optimizer: StreamedOptimizer, *, step: int) -> None:
+    def _save_beside(self, small: Path, *adapters: Any) -> None:
+        try:
+            save_beside_weights(self._engine.model, small, *adapters)
+        except OSError:
+            raise
+        except Exception as error:  # a library may raise anything
+            if self._is_strict:
+                raise
+            warnings.warn(f"save_checkpoint: from_pretrained will not know this model: {error}", stacklevel=6)
+
+    def rest(self, tensors: Mapping[str, torch.Tensor], params: Iterable[tuple[Unit, int]] = ()) -> None:
+        """Have a file written with tensors that the library's files do not hold, under their names in the model.
+
+        Args:
+            tensors: The tensors.
+            params: Parameters that no param group has, whose states go into this file.
+        """
+        items = [self._weights(Group(name, [("", name)]), tensors) for name in tensors]
+        items += [item for unit, i in params for item in self._states(unit, i)]
+        if items:
+            self._layouts.append(self._layout(REST, items))
+
+    def states(self, optimizer: StreamedOptimizer, *, step: int, in_units: Collection[int] = ()) -> None:
         """Have the files of ``save_states`` written; with several ranks, this rank's files of units.
+
+        Args:
+            optimizer: The prepared optimizer.
+            step: Step of the whole run.
+            in_units: Ids of parameters whose weights several ranks write into the files of their units, too.
 
         Raises:
             OSError: The system reported an error.
@@ -151,10 +193,30 @@ class LibraryFiles:
         if self._engine.access.world is not None:
             tensors = (pair for unit in self._engine.units for pair in records(unit) if _is_needed(unit, pair[0]))
             self.described = {"tensors": dict(tensors), **plain_settings(optimizer)}
-            write_units(self._engine, self._unfinished, self._save, _sections)
+            self.submit()
+
+            def sections_of(unit: Unit) -> list[Section]:
+                has_weights = CODES in unit.ledger.state_specs or any(id(param) in in_units for param in unit.params)
+                return sections(unit) if has_weights else state_sections(unit)
+
+            write_units(self._engine, self._unfinished, self._save, sections_of)
             return
         items = [item for _, (unit, i) in trained_params(optimizer) for item in self._states(unit, i)]
-        self._submit(self._layout(STATES, items, described_states(optimizer, step=step)))
+        self._layouts.append(self._layout(STATES, items, described_states(optimizer, step=step)))
+
+    def submit(self) -> None:
+        """Begin the files, and submit what is written into them, in the order of the next updates.
+
+        Raises:
+            OSError: The system reported an error.
+        """
+        layouts, self._layouts = self._layouts, []
+        # Files begun before are reserved.
+        refuse_full(self._unfinished, sum(file.nbytes for layout in layouts for file in layout.files))
+        begun = [[(item, files) for item in layout.items] for layout in layouts for files in [self._begin(layout)]]
+        for _, run in groupby(merge(*begun, key=lambda pair: self._turn(pair[0])), key=lambda pair: _way(*pair)):
+            pairs = list(run)
+            self._write([item for item, _ in pairs], pairs[0][1])
 
     def _weights(self, group: Group, state: Mapping[str, torch.Tensor]) -> _Item:
         made = group.convert(lambda name: without_bytes(state[name]))
@@ -165,6 +227,10 @@ class LibraryFiles:
 
         def convert(values: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
             return group.convert(dict(zip(names, values, strict=True)).__getitem__).values()
+
+        if not params:
+            for name in names:
+                refuse_layout(name, state[name])
 
         def read() -> Iterable[torch.Tensor]:
             return convert([read_tensor(self._engine, state[name]) for name in names])
@@ -184,29 +250,28 @@ class LibraryFiles:
                 yield _Item(specs, [param], None if spec.strides is None else list)
 
     def _layout(self, stem: str, items: Sequence[_Item], metadata: Mapping[str, str] = _NONE) -> _Layout:
-        turns = {id(unit.ledger): turn for turn, unit in enumerate(self._engine.weights.units_to_update())}
-
         def place(item: _Item) -> tuple[bool, int, int, int]:
-            first = item.params[0].source if item.params else None
-            turn = (0, 0) if first is None else (turns.get(id(first.unit), len(turns)), first.start)
-            return bool(item.params), -max((d.itemsize for _, d, _ in item.specs), default=0), *turn
+            start = item.params[0].source.start if item.params else 0
+            return bool(item.params), -max((d.itemsize for _, d, _ in item.specs), default=0), self._turn(item), start
 
         ordered = sorted(items, key=place)
         return _Layout(ordered, *tensor_files(stem, [spec for item in ordered for spec in item.specs], metadata))
 
-    def _submit(self, layout: _Layout) -> None:
-        items, laid_out, index = layout
-        refuse_full(self._unfinished, sum(file.nbytes for file in laid_out))  # files begun before are reserved
+    def _turn(self, item: _Item) -> int:
+        """When the unit of an item is updated in the next step; 0 if nothing of it is in a home."""
+        return self._turns.get(id(item.params[0].source.unit), len(self._turns)) if item.params else 0
+
+    def _begin(self, layout: _Layout) -> dict[str, CheckpointFile]:
+        """Begin the files of a layout. Returns them by the names of the tensors in them."""
         files: dict[str, CheckpointFile] = {}
-        for laid in laid_out:
+        for laid in layout.files:
             file = self._unfinished.create(laid.name, laid.nbytes)
             file.path.parent.mkdir(parents=True, exist_ok=True)
             append_bytes(file, laid.header)
             files |= dict.fromkeys(laid.tensors, file)
-        if index is not None:
-            write_new(self._unfinished.path / index[0], index[1])
-        for _, run in groupby(items, key=lambda item: _way(item, files)):
-            self._write(list(run), files)
+        if layout.index_file is not None:
+            write_new(self._unfinished.path / layout.index_file[0], layout.index_file[1])
+        return files
 
     def _write(self, run: list[_Item], files: Mapping[str, CheckpointFile]) -> None:
         """Submit items. Args: run: One item, or several whose bytes go from one home to one file."""
@@ -232,12 +297,23 @@ class LibraryFiles:
             saves.made([param.source for param in params], self._save, make)
 
 
-def _sections(unit: Unit) -> list[Section]:
-    """The states of a unit that a rank writes; with compact masters its weights, too, which their readers need."""
-    return sections(unit) if CODES in unit.ledger.state_specs else state_sections(unit)
+def held_by_library(model: nn.Module) -> Held:
+    """Where ``LibraryFiles.weights`` puts the tensors of a model. Those that it does not write are left out.
+
+    Raises:
+        ConfigError, UnsupportedError: As for ``save_pretrained``.
+    """
+    if saves_adapters(model):
+        adapters = (adapter_tensors(model) or {}).items()
+        stem = Path(ADAPTER_FILE).stem
+        return {id(p.tensor): (str(inside / stem), n) for inside, found in adapters for n, p in found.items()}
+    state = saved_state(model)
+    sources = [(name, group) for group in saving_groups(model, state) for _, name in group.sources]
+    return {id(state[name]): None if group.converter else ("model", group.target) for name, group in sources}
 
 
 def _is_needed(unit: Unit, name: str) -> bool:
+    """Whether several ranks save a tensor. Compact masters cannot be read without their weights."""
     return is_state(name) or CODES in unit.ledger.state_specs
 
 

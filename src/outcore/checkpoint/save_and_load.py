@@ -1,19 +1,19 @@
 """Checkpoints: the whole state of a run at one step, committed as one folder and written while training goes on.
 
-[Note: checkpoints] ``DIR/step-00001200/`` has a file of tensors for each unit with trained parameters. The file holds
-their weights and states as they lie in their homes, as ``model.<parameter>`` and ``optimizer.<parameter>.<state>``.
-Buffers and small state have files of their own, and ``manifest.json`` ties all files together. A checkpoint does not
-depend on the plan. Frozen parameters are not written, because the model is built with them; a sample of each is saved,
-and compared on loading.
+[Note: checkpoints] ``DIR/step-00001200/`` has the files of a Trainer's checkpoint: weights and configuration as
+``save_pretrained`` writes them, and ``optimizer.safetensors``. What of the trained weights and buffers the library's
+files do not hold is in ``rest.safetensors``, small state in ``state.json``. ``manifest.json`` ties all files together,
+and says where each tensor lies. A checkpoint does not depend on the plan. Frozen parameters are never read from it,
+because the model is built with them; a sample of each is in the manifest, and compared on loading.
+Earlier versions wrote a file for each unit, with weights and states as they lie in their homes. The manifest says where
+these tensors lie, too, so both forms are read in one way.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 import weakref
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +23,8 @@ from torch import nn
 
 from outcore.checkpoint.begin_checkpoint import begun
 from outcore.checkpoint.find_checkpoints import found, found_in, prune
+from outcore.checkpoint.library_files import Held, LibraryFiles, held_by_library
+from outcore.checkpoint.run_manifest import frozen_samples, group_names, manifest_maker, params_by_name, wrappings
 from outcore.checkpoint.shared_checkpoint import (
     all_random_states,
     buffers_of,
@@ -32,24 +34,19 @@ from outcore.checkpoint.shared_checkpoint import (
     restore_random_states_of,
 )
 from outcore.checkpoint.small_state import encode, random_states, read_small, write_small
-from outcore.checkpoint.training_state import refuse_other_classes, saved_settings, take_settings
-from outcore.checkpoint.unit_files import as_shown, load_param, records, sections, write_units
-from outcore.checkpoint.weights.conversions import is_adapter_model, is_pretrained_model
+from outcore.checkpoint.training_state import refuse_other_classes, saved_settings, take_settings, trained_params
+from outcore.checkpoint.unit_files import as_shown, files_in, is_converted, load_param, read_saved, records
+from outcore.checkpoint.weights.load_plan import LoadPlan, plan_loading
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.engine.checkpoint_saves import Save
 from outcore.engine.engine import Engine, engine_of
 from outcore.engine.optimizer import StreamedOptimizer
 from outcore.engine.unit.unit import Beneath
 from outcore.engine.values.edits import let_masters_follow, take_edits
-from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
-from outcore.model.quantized import FULL_CHECKSUM
-from outcore.model.wrapped import Wrapping, is_wrapped
 from outcore.ranks.agreement import agree, agreed
-from outcore.spec.manifest import MANIFEST_NAME, Manifest, PartRecord, TensorRecord
+from outcore.spec.manifest import MANIFEST_NAME, Manifest
 
-_BUFFERS, _STATE = "buffers", "state"
-LIBRARY = "library"
-"""Name of the folder in a checkpoint from which ``export_checkpoint`` builds the model."""
+_STATE = "state"
 
 
 def save_checkpoint(
@@ -66,10 +63,11 @@ def save_checkpoint(
 
     Saved are weights, optimizer states, master weights, buffers, settings of param groups and states of random
     generators, tied together by checksums. The checkpoint appears as a whole or not at all, however the process ends.
-    Gradients are not saved: call this between ``optimizer.step()`` and the next backward. Frozen parameters are not
-    saved either, except for a sample of each.
+    Gradients are not saved: call this between ``optimizer.step()`` and the next backward. ``from_pretrained`` reads the
+    folder as it is. Of a model with adapters, it has the adapters, and of each base weight a sample.
 
-    With several ranks this is a collective: each rank writes its part into one folder that all ranks see.
+    With several ranks this is a collective: each rank writes its part into one folder that all ranks see. Weights that
+    are cut over ranks are written before the call returns.
 
     Args:
         model: The prepared model.
@@ -90,7 +88,8 @@ def save_checkpoint(
         DiskError: There is no room, or nothing can be written; older checkpoints are untouched. Or the previous
             checkpoint could not be written, which no call has reported yet; the new one is still being saved then.
 
-    Memory: host, 16 MiB while the checkpoint is written, plus all buffers and ``extra`` until the call returns.
+    Memory: host, 16 MiB while the checkpoint is written, plus each tensor whose saved form differs, and ``extra`` until
+    the call returns.
 
     Order: each unit is copied after its update, and its next update waits for that copy only. Code other than calls of
     the unit waits for the copy before it sees weights that live on the device.
@@ -112,10 +111,11 @@ def _begin_save(
         _refuse_unfit(engine, step, extra, keep)
         small: dict[str, Any] = {"extra": dict(extra), "random": random_states(engine.device)}
         encode(small["extra"], {})
-        described = zip(_group_names(optimizer), saved_settings(optimizer), strict=True)
+        described = zip(group_names(optimizer), saved_settings(optimizer), strict=True)
         groups = [{"params": names, **settings} for names, settings in described]
         for unit in engine.units:
             let_masters_follow(unit, engine.access)
+        held = _held(engine.model)
         target = directory / f"step-{step:08d}"
         _refuse_to_replace(target)
         later = [path.name for number, path in found_in(directory) if number > step]
@@ -125,7 +125,6 @@ def _begin_save(
                 "highest step is what load_checkpoint takes; remove them if this run takes their place",
                 stacklevel=3,
             )
-    described = _description(engine, groups, step)
     if world is not None:
         said = {"step": step, "directory": str(directory), "keep": keep}
         agree(world, {f"{name}={value!r}": "" for name, value in said.items()}, call="save_checkpoint")
@@ -136,11 +135,39 @@ def _begin_save(
         if keep is not None:
             prune(directory, keep, newest=step)
 
-    with begun(engine, target, described, tidy_up) as (unfinished, save):
-        if world is None or world.rank == 0:
-            _write_small(unfinished.path, engine, small)
-        write_units(engine, unfinished, save, sections)
+    describe = manifest_maker(optimizer, groups, step, held or {})
+    with begun(engine, target, lambda files: describe(unfinished.path, files), tidy_up) as (unfinished, save):
+        library = LibraryFiles(engine, unfinished, save, is_strict=False)
+        _write(library, unfinished.path, optimizer, small, held, step)
     return save
+
+
+def _held(model: nn.Module) -> Held | None:
+    """What ``held_by_library`` returns. None: the library does not save this model, so all that is trained is rest."""
+    try:
+        return held_by_library(model)
+    except (ConfigError, UnsupportedError):
+        return None
+
+
+def _write(
+    library: LibraryFiles, folder: Path, optimizer: StreamedOptimizer, small: Any, held: Held | None, step: int
+) -> None:
+    engine = optimizer.engine
+    world, known = engine.access.world, {} if held is None else held
+    is_first = world is None or world.rank == 0
+    if held is not None and (is_first or engine.has_cut_weights):
+        library.weights(folder)
+    params = params_by_name(engine)
+    unheld = {name: unit.params[i] for name, (unit, i) in params.items() if id(unit.params[i]) not in known}
+    buffers = {name: buffer for name, buffer in buffers_of(engine).items() if id(buffer) not in known}
+    if is_first:
+        write_small(folder, _STATE, small)
+        updated = dict(trained_params(optimizer))
+        others = [place for name, place in params.items() if name not in updated]
+        library.rest(*((buffers, ()) if world is not None else ({**unheld, **buffers}, others)))
+    library.states(optimizer, step=step, in_units={id(param) for param in unheld.values()})
+    library.submit()
 
 
 def _refuse_to_replace(target: Path) -> None:
@@ -178,8 +205,8 @@ def load_checkpoint(
             changed.
         DiskError: The checkpoint can no longer be read. The model cannot be used until a checkpoint is loaded.
 
-    Memory: host, 16 MiB while it is verified; then 4 MiB, all buffers, and each tensor whose dimensions lie in memory
-    in another order here.
+    Memory: host, 16 MiB while it is verified; then 4 MiB, and each tensor that is saved in another form or memory
+    order than it has here.
     """
     engine = engine_of(model, "load_checkpoint")
     if not isinstance(engine.run.refusal, _HalfLoadedError):
@@ -223,17 +250,18 @@ class Resumed:
         engine, path, manifest, call = optimizer.engine, self._path, self._manifest, "load_checkpoint"
         if engine.access.world is not None:
             agree(engine.access.world, {f"step of the checkpoint in '{path.parent}'": str(manifest.step)}, call=call)
-        frozen = _frozen_samples(engine)
+        frozen = frozen_samples(engine)
         with agreed(engine.access.world, call):
             _refuse_others(optimizer, path, manifest, frozen)
             small = _read_state(path)
+            converted = _converted(engine, path, manifest)
         with _whole_or_refused(engine, path):
             for unit in engine.units:
                 take_edits(unit, engine.access)
                 for i, spec in enumerate(unit.spec.params[: unit.num_trainable]):
-                    load_param(engine.access, unit, i, path, manifest)
+                    load_param(engine.access, unit, i, path, manifest, converted)
                     unit.steps[i] = manifest.steps[spec.name]
-            _load_buffers(engine, path)
+            _load_buffers(engine, path, manifest, converted)
             restore_odd_buffers(small["buffers"], engine)
             take_settings(optimizer, manifest.groups)
             restore_random_states_of(small["ranks"], engine, call)
@@ -296,72 +324,6 @@ def _refuse_unfit(engine: Engine, step: int, extra: Mapping[str, Any], keep: int
         )
 
 
-# Writing.
-
-
-def _description(engine: Engine, groups: list[dict[str, Any]], step: int) -> Any:
-    """Return a function that makes the manifest, for the state that training has now."""
-    tensors = {name: record for unit in engine.units for name, record in records(unit)}
-    frozen = _frozen_samples(engine)
-    everything = engine.model.named_parameters()
-    full = {name: getattr(param, FULL_CHECKSUM) for name, param in everything if hasattr(param, FULL_CHECKSUM)}
-    wrapped = _wrappings(engine.model)
-    steps = {u.spec.params[i].name: u.steps[i] for u in engine.units for i in range(u.num_trainable)}
-    for name, buffer in buffers_of(engine).items():
-        dtype = str(buffer.dtype).removeprefix("torch.")
-        parts = (PartRecord(f"{_BUFFERS}.safetensors", 0, buffer.numel()),)
-        tensors[f"model.{name}"] = TensorRecord(dtype, tuple(buffer.shape), parts)
-
-    def describe(files: Mapping[str, Any]) -> Manifest:
-        known = {"frozen": frozen, "full": full, "wrapped": wrapped, "steps": steps}
-        return Manifest(step=step, files=files, tensors=tensors, groups=tuple(groups), **known)
-
-    return describe
-
-
-def _wrappings(model: nn.Module) -> dict[str, str]:
-    return {name: str(Wrapping(param)) for name, param in model.named_parameters() if is_wrapped(param)}
-
-
-def _frozen_samples(engine: Engine) -> dict[str, int]:
-    """Checksums of some bytes of each frozen parameter, by name. A collective if they are cut over ranks."""
-    everything = ((unit, i, spec) for unit in engine.units for i, spec in enumerate(unit.spec.params))
-    frozen = ((unit, i, spec.name) for unit, i, spec in everything if i >= unit.num_trainable)
-    return {name: zlib.crc32(engine.access.sample(unit, i)) for unit, i, name in frozen}
-
-
-def _group_names(optimizer: StreamedOptimizer) -> list[list[str]]:
-    found = [[optimizer.engine.places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    return [[unit.spec.params[i].name for unit, i in group] for group in found]
-
-
-def _write_small(folder: Path, engine: Engine, small: Any) -> None:
-    buffers = {f"model.{name}": tensor.detach().cpu() for name, tensor in buffers_of(engine).items()}
-    if buffers:
-        specs = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in buffers.items()]
-        write_safetensors(folder, specs, buffers.items(), stem=_BUFFERS, max_shard_bytes=2**62, is_synced=False)
-    write_small(folder, _STATE, small)
-    try:
-        _write_library(folder / LIBRARY, engine.model)
-    except Exception as error:
-        warnings.warn(f"save_checkpoint: outcore export will not know this model: {error}", stacklevel=5)
-
-
-def _write_library(folder: Path, model: nn.Module) -> None:
-    """Write what Transformers and peft need to build the model, for ``outcore export``."""
-    adapters: Mapping[str, Any] = model.peft_config if is_adapter_model(model) else {}  # type: ignore[assignment]
-    base: Any = model.get_base_model() if adapters else model  # type: ignore[operator]
-    if not is_pretrained_model(base):
-        return
-    config = copy.deepcopy(base.config)
-    config.architectures, config.dtype = [type(base).__name__], base.dtype
-    config.save_pretrained(folder)
-    if base.can_generate():
-        base.generation_config.save_pretrained(folder)
-    if adapters.keys() == {"default"}:
-        adapters["default"].save_pretrained(folder)
-
-
 # Reading.
 
 
@@ -384,7 +346,7 @@ def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest,
     trained = {s.name for u in engine.units for s in u.spec.params[: u.num_trainable]}
     if trained != manifest.steps.keys():
         raise ConfigError(f"checkpoint '{path}': expected step counts of all trained parameters, but some are missing")
-    if [group.get("params") for group in manifest.groups] != _group_names(optimizer):
+    if [group.get("params") for group in manifest.groups] != group_names(optimizer):
         raise ConfigError(
             f"checkpoint '{path}': expected the same parameters in the same param groups, but {len(manifest.groups)} "
             f"groups were saved, and the optimizer has {len(optimizer.param_groups)} or others in them; build it as in "
@@ -403,7 +365,7 @@ def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest,
                 f"checkpoint '{path}': expected the frozen parameters that it was trained with, but '{name}' has other "
                 "values; build the model from the weights with which the saved run began"
             )
-    for name, said in _wrappings(engine.model).items():
+    for name, said in wrappings(engine.model).items():
         if manifest.wrapped.get(name, said) != said:
             raise ConfigError(
                 f"checkpoint '{path}': expected the frozen parameters that it was trained with, but '{name}' is {said} "
@@ -415,9 +377,30 @@ def _shown(spec: tuple[str, tuple[int, ...]] | None) -> str:
     return "missing" if spec is None else f"{spec[0]} {spec[1]}"
 
 
-def _load_buffers(engine: Engine, path: Path) -> None:
-    buffers = buffers_of(engine)
-    if buffers:
-        saved = WeightsDirectory.open(path, _BUFFERS)
-        for name, buffer in buffers.items():
-            restore_buffer(buffer, saved.read(f"model.{name}"))
+def _converted(engine: Engine, path: Path, manifest: Manifest) -> LoadPlan | None:
+    """What makes those tensors that the weights files hold in another form; None if there are none.
+
+    Raises:
+        ConfigError: The files do not hold them.
+    """
+    names = [name for name, record in manifest.tensors.items() if is_converted(record)]
+    if not names:
+        return None
+    made = plan_loading(engine.model, path, is_exact=False)
+    tensors = {name: unit.params[i] for name, (unit, i) in params_by_name(engine).items()} | buffers_of(engine)
+    here = {f"model.{name}" for name, tensor in tensors.items() if made.holds(tensor)}
+    for name in names:
+        if name not in here:
+            raise ConfigError(
+                f"checkpoint '{path}': expected what becomes '{name}' in its weights files, but it is not there; take "
+                "another one (outcore checkpoint ls)"
+            )
+    return made
+
+
+def _load_buffers(engine: Engine, path: Path, manifest: Manifest, converted: LoadPlan | None) -> None:
+    for name, buffer in buffers_of(engine).items():
+        if converted is not None and is_converted(manifest.tensors[f"model.{name}"]):
+            restore_buffer(buffer, converted.read(buffer))
+        else:
+            restore_buffer(buffer, read_saved(files_in(path), manifest, f"model.{name}"))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outcore.checkpoint.begin_checkpoint import refuse_full
+from outcore.checkpoint.weights.load_plan import LoadPlan
 from outcore.core.quantities import PAGE_BYTES, align_up
 from outcore.engine.checkpoint_saves import Save
 from outcore.engine.engine import Engine
@@ -31,6 +32,8 @@ from outcore.spec.manifest import BLOCK_BYTES, Manifest, PartRecord, TensorRecor
 from outcore.spec.model import ParamSpec, Part, UnitSpec
 
 _OPTIMIZER = "optimizer."
+ReadFile = Callable[[str, str], torch.Tensor]
+"""Reads a tensor of a checkpoint. Arguments: the file, and the tensor's name in it."""
 
 
 class Section(NamedTuple):
@@ -159,11 +162,22 @@ def write_units(
             header = b""
 
 
-def load_param(access: ValueAccess, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
-    """Replace a parameter and its states by the saved ones."""
+def is_converted(record: TensorRecord) -> bool:
+    """Whether the weights files hold a tensor in another form only."""
+    return not record.parts and 0 not in record.shape
+
+
+def load_param(
+    access: ValueAccess, unit: Unit, index: int, path: Path, manifest: Manifest, converted: LoadPlan | None
+) -> None:
+    """Replace a parameter and its states by the saved ones. Args: converted: Makes what was converted."""
     spec = unit.spec.params[index]
     name = f"model.{spec.name}"
-    access.replace_weight(unit, index, _bytes_in_order(path, manifest, name, spec))
+    if converted is not None and is_converted(manifest.tensors[name]):
+        value = converted.read(unit.params[index]).to(torch_dtype(spec.dtype))
+        access.replace_weight(unit, index, [_in_memory(value, spec)])
+    else:
+        access.replace_weight(unit, index, _bytes_in_order(path, manifest, name, spec))
     load_states_of(access, unit, index, path, manifest)
 
 
@@ -172,7 +186,8 @@ def load_states_of(access: ValueAccess, unit: Unit, index: int, path: Path, mani
     spec = unit.spec.params[index]
     is_so = _is_stored_so(manifest, unit, index)
     if not is_so:
-        access.write_state(unit, "master", index, _master(path, manifest, spec.name))
+        saved = read_saved(files_in(path), manifest, f"optimizer.{spec.name}.master")
+        access.write_state(unit, "master", index, saved)
     for state in own_states(unit, index):
         if state.name in ("master", CODES) and not is_so:
             continue
@@ -191,19 +206,27 @@ def _is_stored_so(manifest: Manifest, unit: Unit, index: int) -> bool:
     return unit.views.is_compact[index] and order == (None if spec.strides is None else spec.order)
 
 
-def _master(path: Path, manifest: Manifest, name: str) -> torch.Tensor:
-    """A saved master as fp32, in the parameter's shape."""
-    weight, lower, codes = (f"model.{name}", f"optimizer.{name}.master", f"optimizer.{name}.{CODES}")
-    found = _flat(path, manifest, lower)
-    if codes in manifest.tensors:
-        found = masters_of(_flat(path, manifest, weight), found, _flat(path, manifest, codes))
-    return _logical(found, manifest.tensors[lower])
+def files_in(path: Path) -> ReadFile:
+    """Return a function that reads a tensor into memory. Args: path: The checkpoint."""
+    return lambda file, name: WeightsDirectory.open(path, file.removesuffix(".safetensors")).read(name)
 
 
-def _flat(path: Path, manifest: Manifest, name: str) -> torch.Tensor:
+def read_saved(read: ReadFile, manifest: Manifest, name: str) -> torch.Tensor:
+    """A saved tensor in its shape; a master as fp32. Args: name: Its name in the manifest."""
+    found, param = _flat(read, manifest, name), name.removeprefix("optimizer.").removesuffix(".master")
+    if name.endswith(".master") and f"optimizer.{param}.{CODES}" in manifest.tensors:
+        weight, codes = (_flat(read, manifest, key) for key in (f"model.{param}", f"optimizer.{param}.{CODES}"))
+        found = masters_of(weight, found, codes)
+    return _logical(found, manifest.tensors[name])
+
+
+def _flat(read: ReadFile, manifest: Manifest, name: str) -> torch.Tensor:
     """A saved tensor as it lay in memory (1D)."""
-    files = (WeightsDirectory.open(path, p.file.removesuffix(".safetensors")) for p in manifest.tensors[name].parts)
-    return torch.cat([file.read(name).reshape(-1) for file in files])
+    record = manifest.tensors[name]
+    flats = [read(part.file, record.name or name).reshape(-1) for part in record.parts]
+    if not flats:  # several ranks saved it, and none has an element of it
+        return torch.empty(0, dtype=torch_dtype(record.dtype), device="cpu")
+    return flats[0] if len(flats) == 1 else torch.cat(flats)
 
 
 def _logical(flat: torch.Tensor, record: TensorRecord) -> torch.Tensor:
@@ -217,7 +240,13 @@ def _bytes_in_order(path: Path, manifest: Manifest, name: str, spec: ParamSpec) 
     mine = None if spec.strides is None else spec.order
     if mine == record.order:
         for part in record.parts:
-            yield from WeightsDirectory.open(path, part.file.removesuffix(".safetensors")).pieces(name, BLOCK_BYTES)
+            file = WeightsDirectory.open(path, part.file.removesuffix(".safetensors"))
+            yield from file.pieces(record.name or name, BLOCK_BYTES)
         return
-    logical = _logical(_flat(path, manifest, name), record)
-    yield logical.permute(mine or tuple(range(logical.ndim))).contiguous().view(-1).view(torch.uint8)
+    yield _in_memory(read_saved(files_in(path), manifest, name), spec)
+
+
+def _in_memory(value: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """A value's bytes in the order in which the parameter lies in memory here."""
+    order = tuple(range(value.ndim)) if spec.strides is None else spec.order
+    return value.permute(order).contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""``outcore checkpoint``: list, check and remove the checkpoints in a folder."""
+"""``outcore checkpoint``: list, check and remove checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def listed(directory: Path, *, check: bool) -> tuple[str, bool]:
     """Return a table with a row for each checkpoint, the newest first, and whether all are whole.
 
     Args:
-        directory: Folder of checkpoints.
+        directory: One checkpoint, or a folder of them.
         check: Read everything, and compare it with its checksums. Else only the files' sizes are compared.
 
     Raises:
@@ -54,7 +54,8 @@ def _removed(paths: list[Path]) -> Iterator[str]:
 
 
 def _some(directory: Path) -> list[tuple[int, Path]]:
-    found = found_in(directory)
+    here = directory.absolute()
+    found = [pair for pair in found_in(here.parent) if pair[1] == here] or found_in(directory)
     if not found:
         raise ConfigError(
             f"outcore checkpoint: expected checkpoints in '{directory}', but there are none; name a folder that "

@@ -290,7 +290,7 @@ def _add(method: Method, hints: Mapping[str, Any], text: str) -> None:
 
 checkpoints = CommandLine(no_args_is_help=True, help="List, check and remove checkpoints.")
 app.add_typer(checkpoints, name="checkpoint")
-_Directory = Annotated[Path, typer.Argument(help="Folder of checkpoints.")]
+_Directory = Annotated[Path, typer.Argument(help="A folder of checkpoints, or one of them.")]
 
 
 @checkpoints.command("ls")

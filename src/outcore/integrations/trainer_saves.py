@@ -91,12 +91,11 @@ class TrainerSaves:
         self._hear_of_on_save()
         engine, step, before = trainer.optimizer.engine, state.global_step, state.best_model_checkpoint
         world = engine.access.world
-        many = world is not None
-        self.random = {"ranks": all_random_states(engine)} if many else random_states(engine.device)
+        self.random = {"ranks": all_random_states(engine)} if world is not None else random_states(engine.device)
         self.random |= {
             "epoch": self.random_of_epoch,
             "is_pass_over": self._is_pass_over,
-            **({"buffers": odd_buffers(engine)} if many else {}),
+            **({"buffers": odd_buffers(engine)} if world is not None else {}),
         }
         target = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         at = folder.absolute()  # so a later change of the working directory does not move it
@@ -116,6 +115,7 @@ class TrainerSaves:
                 self._inner = inner = unfinished.path / target.name
                 with agreed(world, "checkpoint"):
                     write()
+                    library.submit()
                 best = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
                 is_found = best == target or best.is_dir()  # the Trainer looked for it in the hidden folder
                 if is_found:

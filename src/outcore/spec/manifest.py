@@ -43,8 +43,11 @@ class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[PartRecord, ...]
+    """None: the weights files hold the tensor in another form, from which it is made as it is loaded."""
     order: tuple[int, ...] | None = None
     """Its dimensions in memory order, outermost first. None: row-major."""
+    name: str | None = None
+    """Its name in the files. None: as in the manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,8 @@ class Manifest:
                 raise ValueError(f"tensor '{name}' lies in a file that it does not list")
             if record.order is not None and sorted(record.order) != list(range(len(record.shape))):
                 raise ValueError(f"tensor '{name}' has an invalid order of dimensions")
-            if [p.start for p in record.parts] + [math.prod(record.shape)] != [0, *(p.stop for p in record.parts)]:
+            ends = [0, *(p.stop for p in record.parts)]
+            if record.parts and [p.start for p in record.parts] + [math.prod(record.shape)] != ends:
                 raise ValueError(f"parts of tensor '{name}' do not follow one another")
             numbers += [*record.shape, *(n for part in record.parts for n in part[1:])]
         if not all(type(number) is int and number >= 0 for number in numbers):
@@ -142,4 +146,5 @@ def _tensor(record: Mapping[str, Any]) -> TensorRecord:
         tuple(record["shape"]),
         tuple(PartRecord(*part) for part in record["parts"]),
         None if order is None else tuple(order),
+        record.get("name"),
     )

@@ -114,6 +114,10 @@ class WeightsDirectory:
         """Dtype of a tensor as it stands in the file."""
         return self._entry(name).dtype
 
+    def file(self, name: str) -> str:
+        """Path of the file with a tensor, relative to the directory."""
+        return str(self._entry(name).file.relative_to(self.path))
+
     def digest(self) -> str:
         """A digest of names, dtypes, shapes and some bytes in the middle of each tensor, to tell weights apart.
 
@@ -337,6 +341,15 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
+def refuse_layout(name: str, tensor: torch.Tensor) -> None:
+    """Raise for a tensor that is not strided: files cannot hold it."""
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(
+            f"weights: expected tensors that files can hold, but '{name}' has the layout {tensor.layout}; "
+            "register a buffer that need not be saved with persistent=False, or keep its parts in buffers"
+        )
+
+
 def _write_shard(
     path: Path,
     specs: Sequence[TensorSpec],
@@ -355,11 +368,7 @@ def _write_shard(
             name, tensor = next(stream, ("", torch.empty(0, device="cpu")))
             if (name, tensor.dtype, tuple(tensor.shape)) != spec:
                 raise AssertionError(f"expected {spec}, but got ({name!r}, {tensor.dtype}, {tuple(tensor.shape)})")
-            if tensor.layout is not torch.strided:
-                raise UnsupportedError(
-                    f"weights: expected tensors that files can hold, but '{name}' has the layout {tensor.layout}; "
-                    "register a buffer that need not be saved with persistent=False, or keep its parts in buffers"
-                )
+            refuse_layout(name, tensor)
             file.seek(len(header) + offsets[name])
             _write_all(file, _bytes_of(tensor.detach().cpu().contiguous()))
         if is_synced:
