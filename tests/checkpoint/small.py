@@ -15,6 +15,11 @@ from torch import nn
 
 import outcore
 from outcore.checkpoint.find_checkpoints import found
+from outcore.checkpoint.training_state import described_states, trained_params
+from outcore.engine.unit.views import torch_dtype
+from outcore.engine.values.access import shown_states
+from outcore.engine.values.edits import let_masters_follow
+from outcore.memory.files.weights_file import write_safetensors
 from outcore.spec.manifest import Manifest
 from outcore.spec.plan import Plan
 
@@ -169,6 +174,20 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: range = range(1))
         optimizer.zero_grad()
         losses.append(loss.detach().clone())
     return losses
+
+
+def save_states(optimizer: Any, directory: Path) -> None:
+    """Write what ``LibraryFiles.states`` writes beside training, but at once, through the accessors of states."""
+    access, specs, places = optimizer.engine.access, [], []
+    metadata = described_states(optimizer)
+    for name, (unit, i) in trained_params(optimizer):
+        let_masters_follow(unit, access)
+        for state, dtype in shown_states(unit, i):
+            shape = state.described(unit.spec.params[i], i).shape
+            specs.append((f"{name}.{state.name}", torch_dtype(dtype), shape))
+            places.append((unit, state.name, i))
+    values = ((spec[0], access.read_state(*place)) for spec, place in zip(specs, places, strict=True))
+    write_safetensors(directory, specs, values, stem="optimizer", metadata=metadata)
 
 
 def same(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:

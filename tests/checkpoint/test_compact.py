@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import outcore
 from outcore.checkpoint import library_files
 from outcore.checkpoint.export_checkpoint import export_checkpoint
-from outcore.checkpoint.training_state import load_states, save_states
+from outcore.checkpoint.training_state import load_states
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.engine.engine_saves import EngineSaves
 from outcore.memory.files import checkpoint_file
@@ -84,7 +84,7 @@ def test_a_checkpoint_goes_on_in_either_format(there: Any, here: Any, is_transpo
 def test_states_by_name_go_on_in_either_format(there: Any, here: Any, tmp_path: Path) -> None:
     with prepared(tmp_path, *there, is_transposed=True) as (model, optimizer):
         small.train(model, optimizer, range(2))
-        save_states(optimizer, tmp_path / "s")
+        small.save_states(optimizer, tmp_path / "s")
         kept, weights = optimizer.state_dict(), dict(outcore.named_tensors(model))
         assert {v["master"].dtype for v in kept["state"].values()} == {torch.float32}
         assert not any(CODES in v for v in kept["state"].values())
@@ -106,7 +106,7 @@ def test_files_that_are_written_beside_training(tier: str, tmp_path: Path) -> No
         small.train(model, optimizer)
         have_ties(model, optimizer)
         outcore.save_pretrained(model, tmp_path / "want")
-        save_states(optimizer, tmp_path / "want")
+        small.save_states(optimizer, tmp_path / "want")
         save = saved_beside(model, optimizer, tmp_path)
         small.train(model, optimizer, range(5, 7))
         save.wait()
@@ -129,7 +129,7 @@ def test_masters_are_made_a_few_rows_at_a_time(tier: str, tmp_path: Path, monkey
     with prepared(tmp_path, "compact", tier) as (model, optimizer):
         small.train(model, optimizer)
         have_ties(model, optimizer)
-        save_states(optimizer, tmp_path / "want")
+        small.save_states(optimizer, tmp_path / "want")
         saved_beside(model, optimizer, tmp_path).wait()
         want, got = (load_file(tmp_path / name / "optimizer.safetensors") for name in ("want", "c"))
         small.same(dict(sorted(want.items())), dict(sorted(got.items())))

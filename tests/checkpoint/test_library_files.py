@@ -17,7 +17,7 @@ import outcore
 from outcore.checkpoint import begin_checkpoint as beside
 from outcore.checkpoint.begin_checkpoint import begun
 from outcore.checkpoint.library_files import LibraryFiles
-from outcore.checkpoint.training_state import load_states, save_states, step_of_states
+from outcore.checkpoint.training_state import load_states, step_of_states
 from outcore.core.errors import DiskError, OutcoreError
 from outcore.engine.engine import engine_of
 from outcore.integrations.trainer_saves import _move_into
@@ -56,7 +56,7 @@ def test_files(name: str, tier: str, dtype: torch.dtype, tmp_path: Path, monkeyp
     with small.prepared(model, tmp_path, tier) as (model, optimizer):
         small.train(model, optimizer)
         outcore.save_pretrained(model, tmp_path / "want")
-        save_states(optimizer, tmp_path / "want")
+        small.save_states(optimizer, tmp_path / "want")
         save = saved_beside(model, optimizer, tmp_path)
         small.train(model, optimizer, range(5, 7))
         save.wait()
@@ -172,7 +172,7 @@ def test_states_of_other_shapes(tier: str, tmp_path: Path):
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
     with small.prepared(model, tmp_path, tier, optimizer=optimizer) as (model, optimizer):
         small.train(model, optimizer)
-        save_states(optimizer, tmp_path / "want")
+        small.save_states(optimizer, tmp_path / "want")
         saved_beside(model, optimizer, tmp_path).wait()
     want, got = (load_file(tmp_path / name / "optimizer.safetensors") for name in ("want", "c"))
     assert any(name.endswith("row_var") for name in want)

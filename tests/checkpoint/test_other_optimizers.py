@@ -11,7 +11,7 @@ import torch
 
 import outcore
 from outcore.checkpoint import training_state
-from outcore.checkpoint.training_state import load_states, save_states
+from outcore.checkpoint.training_state import load_states
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.optim import Rule, State
 from outcore.optim.joined import Joined
@@ -82,7 +82,7 @@ def test_a_checkpoint_goes_on_under_another_plan(name: str, there: str, here: st
 def test_a_training_state_and_a_state_dict_go_on(name: str, tmp_path: Path) -> None:
     with prepared(name, tmp_path, "host") as (model, optimizer):
         small.train(model, optimizer, range(2))
-        save_states(optimizer, tmp_path / "states")
+        small.save_states(optimizer, tmp_path / "states")
         state_dict, weights = optimizer.state_dict(), dict(outcore.named_tensors(model))
         want = small.train(model, optimizer, range(2, 4)), state_of(model, optimizer)
     for load in (lambda o: load_states(o, tmp_path / "states"), lambda o: o.load_state_dict(state_dict)):
@@ -270,7 +270,7 @@ def test_an_adamw_that_gets_states_of_an_adam_stays_one(how: str, tmp_path: Path
         patch.setattr(training_state, "class_names", lambda _: [None])
         small.train(model, optimizer)
         state_dict = optimizer.state_dict()
-        save_states(optimizer, tmp_path / "states")
+        small.save_states(optimizer, tmp_path / "states")
         outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
     with decaying("AdamW", tmp_path) as (model, optimizer):
         load = {
@@ -289,7 +289,7 @@ def test_an_adamw_that_gets_states_of_an_adam_stays_one(how: str, tmp_path: Path
 def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     with decaying("Adam", tmp_path) as (model, optimizer):
         small.train(model, optimizer)
-        save_states(optimizer, tmp_path / "states")
+        small.save_states(optimizer, tmp_path / "states")
         outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
         outcore.load_checkpoint(model, optimizer, tmp_path / "c")
         load_states(optimizer, tmp_path / "states")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint import small
 from peft import (
     AdaLoraConfig,
     AdaptionPromptConfig,
@@ -24,7 +25,7 @@ from peft import (
 from torch import nn
 
 import outcore
-from outcore.checkpoint.training_state import load_states, load_weights, save_states
+from outcore.checkpoint.training_state import load_states, load_weights
 
 from .rig import DEVICE, VOCAB, agrees, assert_same, batch, make, prepared, same
 from .test_transformers import llama, mixtral, step
@@ -103,7 +104,7 @@ def test_saved_and_resumed(kind, name, tmp_path):
     with prepared(model, trained_alone(model), "host", tmp_path) as (model, optimizer):
         drive(model, optimizer)
         outcore.save_pretrained(model, tmp_path / "saved")
-        save_states(optimizer, tmp_path / "saved")
+        small.save_states(optimizer, tmp_path / "saved")
         torch.manual_seed(5)
         want = drive(model, optimizer)
     model = make(build)

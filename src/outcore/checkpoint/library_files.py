@@ -1,7 +1,7 @@
 """Weights and states as every checkpoint holds them, written beside training.
 
-[Note: library files] Names, dtypes and shapes are those that ``save_pretrained`` and ``save_states`` write; only the
-order of tensors within a file differs. A file is written front to back, so it begins with buffers, which are written at
+[Note: library files] Names, dtypes and shapes of weights are those that ``save_pretrained`` writes; only the order
+of tensors within a file differs. A file is written front to back, so it begins with buffers, which are written at
 once. Homes follow: larger items first, and among equal ones, those first that the next step updates first. Files are
 filled side by side, so that a unit's next update waits for its own weights and states alone.
 Bytes that are the same in the file as in their home go there piece by piece. A tensor that is converted is in memory as
@@ -179,7 +179,7 @@ class LibraryFiles:
             self._layouts.append(self._layout(REST, items))
 
     def states(self, optimizer: StreamedOptimizer, *, step: int, in_units: Collection[int] = ()) -> None:
-        """Have the files of ``save_states`` written; with several ranks, this rank's files of units.
+        """Have states, steps and settings written; with several ranks, this rank's files of units.
 
         Args:
             optimizer: The prepared optimizer.
@@ -188,7 +188,7 @@ class LibraryFiles:
 
         Raises:
             OSError: The system reported an error.
-            UnsupportedError: As for ``save_states``.
+            UnsupportedError: JSON cannot hold a setting of a param group.
         """
         if self._engine.access.world is not None:
             tensors = (pair for unit in self._engine.units for pair in records(unit) if _is_needed(unit, pair[0]))

@@ -35,7 +35,17 @@ from outcore.checkpoint.shared_checkpoint import (
 )
 from outcore.checkpoint.small_state import encode, random_states, read_small, write_small
 from outcore.checkpoint.training_state import refuse_other_classes, saved_settings, take_settings, trained_params
-from outcore.checkpoint.unit_files import as_shown, files_in, is_converted, load_param, read_saved, records
+from outcore.checkpoint.unit_files import (
+    OpenFile,
+    as_shown,
+    differences,
+    files_in,
+    in_memory,
+    is_converted,
+    load_param,
+    read_saved,
+    records,
+)
 from outcore.checkpoint.weights.load_plan import LoadPlan, plan_loading
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.engine.checkpoint_saves import Save
@@ -254,14 +264,14 @@ class Resumed:
         with agreed(engine.access.world, call):
             _refuse_others(optimizer, path, manifest, frozen)
             small = _read_state(path)
-            converted = _converted(engine, path, manifest)
+            converted, opened = _converted(engine, path, manifest), files_in(path)
         with _whole_or_refused(engine, path):
             for unit in engine.units:
                 take_edits(unit, engine.access)
                 for i, spec in enumerate(unit.spec.params[: unit.num_trainable]):
-                    load_param(engine.access, unit, i, path, manifest, converted)
+                    load_param(engine.access, unit, i, opened, manifest, converted)
                     unit.steps[i] = manifest.steps[spec.name]
-            _load_buffers(engine, path, manifest, converted)
+            _load_buffers(engine, opened, manifest, converted)
             restore_odd_buffers(small["buffers"], engine)
             take_settings(optimizer, manifest.groups)
             restore_random_states_of(small["ranks"], engine, call)
@@ -334,14 +344,11 @@ def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest,
     wanted = dict(as_shown(saved))
     buffers = buffers_of(engine)
     wanted |= {f"model.{n}": (str(b.dtype).removeprefix("torch."), tuple(b.shape)) for n, b in buffers.items()}
-    there = dict(as_shown(manifest.tensors.items()))
-    differing = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+    differing = differences(wanted, dict(as_shown(manifest.tensors.items())))
     if differing:
-        name = differing[0]
         raise ConfigError(
             f"checkpoint '{path}': expected one of this model, optimizer and precision, but {len(differing)} tensors "
-            f"differ: '{name}' is {_shown(wanted.get(name))} here and {_shown(there.get(name))} there; resume with "
-            "the settings of the run that saved it"
+            f"differ: '{differing[0][0]}' {differing[0][1]}; resume with the settings of the run that saved it"
         )
     trained = {s.name for u in engine.units for s in u.spec.params[: u.num_trainable]}
     if trained != manifest.steps.keys():
@@ -373,10 +380,6 @@ def _refuse_others(optimizer: StreamedOptimizer, path: Path, manifest: Manifest,
             )
 
 
-def _shown(spec: tuple[str, tuple[int, ...]] | None) -> str:
-    return "missing" if spec is None else f"{spec[0]} {spec[1]}"
-
-
 def _converted(engine: Engine, path: Path, manifest: Manifest) -> LoadPlan | None:
     """What makes those tensors that the weights files hold in another form; None if there are none.
 
@@ -398,9 +401,9 @@ def _converted(engine: Engine, path: Path, manifest: Manifest) -> LoadPlan | Non
     return made
 
 
-def _load_buffers(engine: Engine, path: Path, manifest: Manifest, converted: LoadPlan | None) -> None:
+def _load_buffers(engine: Engine, opened: OpenFile, manifest: Manifest, converted: LoadPlan | None) -> None:
     for name, buffer in buffers_of(engine).items():
         if converted is not None and is_converted(manifest.tensors[f"model.{name}"]):
             restore_buffer(buffer, converted.read(buffer))
         else:
-            restore_buffer(buffer, read_saved(files_in(path), manifest, f"model.{name}"))
+            restore_buffer(buffer, read_saved(in_memory(opened), manifest, f"model.{name}"))

@@ -10,6 +10,7 @@ them. Several ranks write files of units and a manifest instead.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,19 @@ from torch import nn
 
 from outcore.checkpoint.find_checkpoints import refuse_other_tensors
 from outcore.checkpoint.shared_checkpoint import restore_buffer
-from outcore.checkpoint.unit_files import as_shown, is_state, load_states_of
+from outcore.checkpoint.unit_files import as_shown, differences, files_in, is_state, load_states_of
 from outcore.checkpoint.weights.conversions import is_adapter_model
 from outcore.checkpoint.weights.load_plan import plan_loading
 from outcore.checkpoint.weights.state_names import places
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.engine.engine import Engine, engine_of
+from outcore.engine.engine import engine_of
 from outcore.engine.optimizer import StreamedOptimizer, class_names
 from outcore.engine.unit.unit import Unit
-from outcore.engine.unit.views import torch_dtype
 from outcore.engine.values.access import shown_states
 from outcore.engine.values.edits import let_masters_follow, take_edits
 from outcore.memory.files.checkpoint_folder import read_manifest
-from outcore.memory.files.weights_file import WeightsDirectory, write_safetensors
-from outcore.memory.files.weights_layout import TensorSpec
-from outcore.ranks.agreement import read_by_all
-from outcore.spec.manifest import MANIFEST_NAME, Manifest
+from outcore.memory.files.weights_file import WeightsDirectory
+from outcore.spec.manifest import MANIFEST_NAME, Manifest, PartRecord, TensorRecord
 
 STATES = "optimizer"
 """Stem of the names of the files."""
@@ -44,46 +42,43 @@ _KEY = "training_state"
 
 
 def has_states(directory: str | Path) -> bool:
-    """Whether a directory has states, of ``save_states`` or of several ranks."""
-    return WeightsDirectory.is_there(directory, STATES) or _manifest(directory) is not None
+    """Whether a directory has states, in files of their own or of several ranks."""
+    path = Path(directory)
+    is_there = WeightsDirectory.is_there(path, STATES)
+    return is_there or ((path / MANIFEST_NAME).is_file() and bool(read_manifest(path, check=False).steps))
 
 
-def _manifest(directory: str | Path) -> Manifest | None:
-    """The manifest of a Trainer's checkpoint whose states are in files of units; None for any other directory."""
-    if not Path(directory, MANIFEST_NAME).is_file():
-        return None
-    manifest = read_manifest(Path(directory), check=False)
-    return manifest if manifest.steps else None
-
-
-def save_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
-    """Write optimizer states, steps and settings of param groups. Waits for updates that are under way.
-
-    With several ranks this is a collective; rank 0 writes.
-
-    Args:
-        optimizer: The prepared optimizer.
-        directory: Created if missing; an older save there is replaced when the new one is complete.
+def _saved_states(directory: str | Path) -> Manifest:
+    """What a directory says of the states in it: their places, steps, and settings of param groups.
 
     Raises:
-        UnsupportedError: JSON cannot hold a setting of a param group.
-        DiskError: The directory cannot be written.
-
-    Memory: host, one tensor at a time.
+        ConfigError: There are none, or outcore did not write them.
     """
-    engine = optimizer.engine
-    engine.refuse_if_closed()
-    trained = dict(trained_params(optimizer))
-    specs = [spec for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)]
-    metadata, values = described_states(optimizer), _values(engine, trained)
-    world = engine.access.world
-    with read_by_all(values if world is not None else ()):
-        if world is None or world.rank == 0:
-            write_safetensors(directory, specs, values, stem=STATES, metadata=metadata)
+    path = Path(directory)
+    if has_states(path) and not WeightsDirectory.is_there(path, STATES):
+        manifest = read_manifest(path, check=False)
+        refuse_other_tensors(path, manifest)
+        return manifest
+    saved = WeightsDirectory.open(path, STATES)
+    tensors = {}
+    for name in saved.names():
+        dtype, shape = str(saved.dtype(name)).removeprefix("torch."), saved.shape(name)
+        tensors[f"optimizer.{name}"] = TensorRecord(
+            dtype, shape, (PartRecord(saved.file(name), 0, math.prod(shape)),), name=name
+        )
+    try:
+        described = json.loads(saved.metadata[_KEY])
+        steps, groups = {n: int(m) for n, m in described["steps"].items()}, tuple(map(dict, described["groups"]))
+        return Manifest(step=described.get("step", -1), files={}, tensors=tensors, steps=steps, groups=groups)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"optimizer states '{saved.path}': expected steps and groups under '{_KEY}' in the file's metadata, but "
+            f"they cannot be read: {error!r}; the file was not written by outcore, or is damaged"
+        ) from error
 
 
 def described_states(optimizer: StreamedOptimizer, *, step: int | None = None) -> dict[str, str]:
-    """Metadata of the files. Args: step: Step of the whole run, for ``step_of_states``. Raises: As ``save_states``."""
+    """Metadata of the files. Args: step: Step of the whole run. Raises: As ``plain_settings``."""
     described = plain_settings(optimizer)
     return {_KEY: json.dumps(described if step is None else {**described, "step": step})}
 
@@ -133,50 +128,35 @@ def refuse_other_classes(what: str, optimizer: StreamedOptimizer, saved: Sequenc
 
 def step_of_states(directory: str | Path) -> int | None:
     """Step of the whole run, as the files give it; None if they do not."""
-    manifest = _manifest(directory)
-    if manifest is not None:
-        return manifest.step
-    step: int | None = json.loads(WeightsDirectory.open(directory, STATES).metadata.get(_KEY, "{}")).get("step")
-    return step
+    step = _saved_states(directory).step
+    return None if step < 0 else step
 
 
 def load_states(optimizer: StreamedOptimizer, directory: str | Path) -> None:
-    """Load what ``save_states`` wrote, under any plan, and take over the settings of param groups.
+    """Load the states of a checkpoint, under any plan, and take over the settings of param groups.
 
     Raises:
         ConfigError: There are no states, or those of another model, optimizer or precision. Nothing has been changed.
         DiskError: The files cannot be read.
 
-    Memory: host, one tensor at a time.
+    Memory: host, 4 MiB, or a tensor whose form or memory order differs.
     """
     engine = optimizer.engine
     engine.refuse_if_closed()
-    manifest, path = _manifest(directory), Path(directory)
+    manifest, path = _saved_states(directory), Path(directory)
     trained = dict(trained_params(optimizer))
-    if manifest is None:
-        saved = WeightsDirectory.open(directory, STATES)
-        path, steps, groups = saved.path, *_described(saved)
-        there = {name: (saved.dtype(name), saved.shape(name)) for name in saved.names()}
-    else:
-        refuse_other_tensors(path, manifest)
-        steps, groups = manifest.steps, manifest.groups
-        states = ((name, seen) for name, seen in as_shown(manifest.tensors.items()) if is_state(name))
-        there = {name.partition(".")[2]: (torch_dtype(dtype), shape) for name, (dtype, shape) in states}
-    _refuse_others(path, there, trained, steps)
-    if len(groups) != len(optimizer.param_groups):
+    _refuse_others(path, manifest, trained)
+    if len(manifest.groups) != len(optimizer.param_groups):
         raise ConfigError(
             f"optimizer states '{path}': expected {len(optimizer.param_groups)} param groups as the optimizer "
-            f"has, but {len(groups)} were saved; build it as in the run that saved them"
+            f"has, but {len(manifest.groups)} were saved; build it as in the run that saved them"
         )
-    refuse_other_classes(f"optimizer states '{path}'", optimizer, groups)
-    take_settings(optimizer, groups)
+    refuse_other_classes(f"optimizer states '{path}'", optimizer, manifest.groups)
+    take_settings(optimizer, manifest.groups)
+    opened = files_in(path)
     for name, (unit, i) in trained.items():
-        if manifest is None:
-            for state, _, _ in _specs(name, unit, i):
-                engine.access.write_state(unit, state.removeprefix(f"{name}."), i, saved.read(state))
-        else:
-            load_states_of(engine.access, unit, i, path, manifest)
-        unit.steps[i] = steps[name]
+        load_states_of(engine.access, unit, i, opened, manifest)
+        unit.steps[i] = manifest.steps[name]
 
 
 @torch.no_grad()
@@ -270,50 +250,21 @@ def trained_params(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Un
             yield unit.spec.params[i].name, (unit, i)
 
 
-def _specs(name: str, unit: Unit, index: int) -> list[TensorSpec]:
-    spec = unit.spec.params[index]
-    states = shown_states(unit, index)
-    return [(f"{name}.{s.name}", torch_dtype(dtype), s.described(spec, index).shape) for s, dtype in states]
-
-
-def _values(engine: Engine, trained: Mapping[str, tuple[Unit, int]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, (unit, i) in trained.items():
-        let_masters_follow(unit, engine.access)
-        for state, _, _ in _specs(name, unit, i):
-            yield state, engine.access.read_state(unit, state.removeprefix(f"{name}."), i)
-
-
-def _described(saved: WeightsDirectory) -> tuple[Mapping[str, int], Sequence[Mapping[str, Any]]]:
-    try:
-        described = json.loads(saved.metadata[_KEY])
-        return {name: int(n) for name, n in described["steps"].items()}, [dict(g) for g in described["groups"]]
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"optimizer states '{saved.path}': expected steps and groups under '{_KEY}' in the file's metadata, but "
-            f"they cannot be read: {error!r}; the file was not written by outcore, or is damaged"
-        ) from error
-
-
-def _refuse_others(
-    path: Path,
-    there: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    trained: Mapping[str, tuple[Unit, int]],
-    steps: Mapping[str, int],
-) -> None:
-    wanted = {spec[0]: spec[1:] for name, (unit, i) in trained.items() for spec in _specs(name, unit, i)}
-    differing = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
-    differing += sorted(trained.keys() ^ steps.keys())
+def _refuse_others(path: Path, manifest: Manifest, trained: Mapping[str, tuple[Unit, int]]) -> None:
+    here = {
+        f"{name}.{state.name}": (dtype, state.described(unit.spec.params[i], i).shape)
+        for name, (unit, i) in trained.items()
+        for state, dtype in shown_states(unit, i)
+    }
+    saved = as_shown(manifest.tensors.items())
+    differing = differences(here, {name.partition(".")[2]: seen for name, seen in saved if is_state(name)})
+    differing += [(name, "") for name in sorted(trained.keys() ^ manifest.steps.keys())]
     if differing:
-        name = differing[0]
         raise ConfigError(
             f"optimizer states '{path}': expected those of this model, optimizer and precision, but "
-            f"{len(differing)} differ: '{name}' is {_shown(wanted.get(name))} here and {_shown(there.get(name))} in "
-            "the file; resume with the settings of the run that saved it"
+            f"{len(differing)} differ: '{differing[0][0]}' {differing[0][1] or 'has steps on one side only'}; resume "
+            "with the settings of the run that saved it"
         )
-
-
-def _shown(spec: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
-    return "missing" if spec is None else f"{spec[0]} {spec[1]}"
 
 
 def _plain(name: str, value: Any) -> Any:

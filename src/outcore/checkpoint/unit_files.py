@@ -7,8 +7,9 @@ written as tensors of padding, since files of tensors may have no holes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,10 @@ from outcore.spec.manifest import BLOCK_BYTES, Manifest, PartRecord, TensorRecor
 from outcore.spec.model import ParamSpec, Part, UnitSpec
 
 _OPTIMIZER = "optimizer."
+Shown = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor, as users see it."""
+OpenFile = Callable[[str], WeightsDirectory]
+"""Opens a file of a checkpoint by its name."""
 ReadFile = Callable[[str, str], torch.Tensor]
 """Reads a tensor of a checkpoint. Arguments: the file, and the tensor's name in it."""
 
@@ -134,7 +139,7 @@ def _record(unit: Unit, form: ParamSpec, dtype: str, owned: Sequence[tuple[int, 
     return TensorRecord(dtype, form.shape, tuple(parts), None if form.strides is None else form.order)
 
 
-def as_shown(records: Iterable[tuple[str, TensorRecord]]) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+def as_shown(records: Iterable[tuple[str, TensorRecord]]) -> Iterator[tuple[str, Shown]]:
     """Yield dtypes and shapes by name. A compact master is shown as fp32: a later run may store it either way."""
     for name, record in records:
         if not name.endswith(f".{CODES}"):
@@ -168,7 +173,7 @@ def is_converted(record: TensorRecord) -> bool:
 
 
 def load_param(
-    access: ValueAccess, unit: Unit, index: int, path: Path, manifest: Manifest, converted: LoadPlan | None
+    access: ValueAccess, unit: Unit, index: int, opened: OpenFile, manifest: Manifest, converted: LoadPlan | None
 ) -> None:
     """Replace a parameter and its states by the saved ones. Args: converted: Makes what was converted."""
     spec = unit.spec.params[index]
@@ -177,23 +182,23 @@ def load_param(
         value = converted.read(unit.params[index]).to(torch_dtype(spec.dtype))
         access.replace_weight(unit, index, [_in_memory(value, spec)])
     else:
-        access.replace_weight(unit, index, _bytes_in_order(path, manifest, name, spec))
-    load_states_of(access, unit, index, path, manifest)
+        access.replace_weight(unit, index, _bytes_in_order(opened, manifest, name, spec))
+    load_states_of(access, unit, index, opened, manifest)
 
 
-def load_states_of(access: ValueAccess, unit: Unit, index: int, path: Path, manifest: Manifest) -> None:
+def load_states_of(access: ValueAccess, unit: Unit, index: int, opened: OpenFile, manifest: Manifest) -> None:
     """Replace the states of a parameter by the saved ones, but not its weight."""
     spec = unit.spec.params[index]
     is_so = _is_stored_so(manifest, unit, index)
     if not is_so:
-        saved = read_saved(files_in(path), manifest, f"optimizer.{spec.name}.master")
+        saved = read_saved(in_memory(opened), manifest, f"optimizer.{spec.name}.master")
         access.write_state(unit, "master", index, saved)
     for state in own_states(unit, index):
         if state.name in ("master", CODES) and not is_so:
             continue
         name = f"optimizer.{spec.name}.{state.name}"
         form = state.described(spec, index)
-        access.replace_state(unit, state.name, index, _bytes_in_order(path, manifest, name, form))
+        access.replace_state(unit, state.name, index, _bytes_in_order(opened, manifest, name, form))
 
 
 def _is_stored_so(manifest: Manifest, unit: Unit, index: int) -> bool:
@@ -206,9 +211,24 @@ def _is_stored_so(manifest: Manifest, unit: Unit, index: int) -> bool:
     return unit.views.is_compact[index] and order == (None if spec.strides is None else spec.order)
 
 
-def files_in(path: Path) -> ReadFile:
-    """Return a function that reads a tensor into memory. Args: path: The checkpoint."""
-    return lambda file, name: WeightsDirectory.open(path, file.removesuffix(".safetensors")).read(name)
+def differences(here: Mapping[str, Shown], there: Mapping[str, Shown]) -> list[tuple[str, str]]:
+    """Compare dtypes and shapes of a run with those of a checkpoint. Returns names that differ, and how."""
+
+    def said(found: Shown | None) -> str:
+        return f"{found[0]} {found[1]}" if found else "missing"
+
+    differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    return [(name, f"is {said(here.get(name))} here and {said(there.get(name))} there") for name in differing]
+
+
+def files_in(path: Path) -> OpenFile:
+    """Return a function that opens a file of a checkpoint, and reads its header once."""
+    return cache(lambda file: WeightsDirectory.open(path, file.removesuffix(".safetensors")))
+
+
+def in_memory(opened: OpenFile) -> ReadFile:
+    """Return a function that reads tensors of opened files into memory."""
+    return lambda file, name: opened(file).read(name)
 
 
 def read_saved(read: ReadFile, manifest: Manifest, name: str) -> torch.Tensor:
@@ -234,16 +254,15 @@ def _logical(flat: torch.Tensor, record: TensorRecord) -> torch.Tensor:
     return flat.view([record.shape[i] for i in order]).permute([order.index(i) for i in range(len(order))])
 
 
-def _bytes_in_order(path: Path, manifest: Manifest, name: str, spec: ParamSpec) -> Iterator[torch.Tensor]:
+def _bytes_in_order(opened: OpenFile, manifest: Manifest, name: str, spec: ParamSpec) -> Iterator[torch.Tensor]:
     """Yield a saved tensor's bytes in the order in which the parameter lies in memory here."""
     record = manifest.tensors[name]
     mine = None if spec.strides is None else spec.order
     if mine == record.order:
         for part in record.parts:
-            file = WeightsDirectory.open(path, part.file.removesuffix(".safetensors"))
-            yield from file.pieces(record.name or name, BLOCK_BYTES)
+            yield from opened(part.file).pieces(record.name or name, BLOCK_BYTES)
         return
-    yield _in_memory(read_saved(files_in(path), manifest, name), spec)
+    yield _in_memory(read_saved(in_memory(opened), manifest, name), spec)
 
 
 def _in_memory(value: torch.Tensor, spec: ParamSpec) -> torch.Tensor:

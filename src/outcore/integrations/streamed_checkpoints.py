@@ -22,11 +22,11 @@ from transformers.trainer_utils import SaveStrategy
 
 from outcore.checkpoint.shared_checkpoint import all_random_states, restore_odd_buffers, restore_random_states_of
 from outcore.checkpoint.small_state import read_small, write_small
-from outcore.checkpoint.training_state import check_adapters, has_states, load_states, load_weights, save_states
+from outcore.checkpoint.training_state import check_adapters, has_states, load_states, load_weights
 from outcore.checkpoint.weights.conversions import is_adapter_model
 from outcore.checkpoint.weights.export import rehearse_save, save_model
 from outcore.checkpoint.weights.small_files import Writers
-from outcore.core.errors import ConfigError, OutcoreError
+from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.engine.checkpoint_saves import Save
 from outcore.engine.engine import attachment_of, engine_of
 from outcore.integrations.checkpoints import (
@@ -256,9 +256,11 @@ class StreamedCheckpoints(Trainer):  # type: ignore[misc]  # the library has no 
         files = self._outcore_saves.files(output_dir)
         with agreed(self._outcore_world, _CALL):
             if files is None:
-                save_states(self.optimizer, output_dir)
-            else:
-                files.states(self.optimizer, step=self.state.global_step)
+                raise UnsupportedError(
+                    f"expected states to be saved in a checkpoint of this Trainer, but got '{output_dir}'; call "
+                    "outcore.save_checkpoint() for a checkpoint elsewhere"
+                )
+            files.states(self.optimizer, step=self.state.global_step)
             if self.args.should_save:
                 save_schedule(self.lr_scheduler.state_dict(), Path(output_dir))
 
