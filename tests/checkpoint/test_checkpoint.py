@@ -203,6 +203,16 @@ def test_prepare_goes_on_from_a_checkpoint(meta: bool, tmp_path: Path):
     small.same(want[1], got[1])
 
 
+def test_experts_that_are_saved_one_by_one_come_back_on_the_meta_device(tmp_path: Path):
+    with small.prepared(small.build("mixtral"), tmp_path) as (model, optimizer):
+        small.train(model, optimizer)
+        outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=1, wait=True)
+        want = state_of(model, optimizer)
+    model = small.build("mixtral", meta=True)
+    with small.prepared(model, tmp_path, "disk", checkpoint=tmp_path / "c") as (model, optimizer):
+        small.same(want, state_of(model, optimizer))
+
+
 def test_bad_input_changes_nothing(tmp_path: Path):
     with small.prepared(small.build("plain"), tmp_path) as (model, optimizer):
         path = outcore.save_checkpoint(model, optimizer, tmp_path / "c", step=7, wait=True).wait()

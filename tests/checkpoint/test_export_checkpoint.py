@@ -104,6 +104,18 @@ def test_for_torch(there: str, here: str, tmp_path: Path):
         small.same(want[1], state_of(model, streamed))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_experts_have_the_names_of_the_model(tmp_path: Path):
+    """The checkpoint has them one by one, as the library saves them."""
+    import torch.distributed.checkpoint as dcp
+
+    want = saved(small.build("mixtral"), tmp_path)
+    export_checkpoint(tmp_path / "c", tmp_path / "out", "dcp")
+    loaded = {"model": {name: torch.zeros(value.shape) for name, value in want.items()}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
+    small.same(want, loaded["model"])
+
+
 FULLY_SHARDED = """
 import warnings
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import zlib
@@ -144,6 +145,22 @@ def test_a_second_file_of_a_name(tmp_path: Path):
                 files.weights(unfinished.path)
                 files.submit()
     assert not (tmp_path / "c").exists()
+
+
+def test_files_are_filled_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """So the next update of a unit waits for its own weights and states alone."""
+    write, order = CheckpointFile.write, list[str]()
+
+    def noted(file: CheckpointFile, *args: Any) -> None:
+        order.append(file.path.name)
+        write(file, *args)
+
+    with small.prepared(small.build("llama"), tmp_path) as (model, optimizer):
+        small.train(model, optimizer)
+        monkeypatch.setattr(CheckpointFile, "write", noted)
+        saved_beside(model, optimizer, tmp_path).wait()
+    changes = sum(a != b for a, b in itertools.pairwise(order))
+    assert changes > len(optimizer.engine.units)
 
 
 @pytest.mark.parametrize("is_full", [False, True])
