@@ -33,6 +33,7 @@ from outcore.engine.module.graphs import (
     BlockResults,
     ForwardCall,
     GraphAnchor,
+    Recompute,
     TrainedParameters,
     UnitFunction,
     find_leaves,
@@ -205,25 +206,22 @@ class UnitCall:
         made = [t for t in outputs if t.grad_fn is not None]
         foreign, used = find_leaves(made, inner, self.unit.params, start, slot, self._where)
         call = ForwardCall(
-            inputs=structure,
-            wants_grad=wants_grad,
             flags=flags,
             uses=[used.get(id(t), 0) for t in inner],
             foreign=foreign,
             foreign_versions=[version_of(t) for t in foreign],
-            shapes=[t.shape for t in made],
             outputs=made,
             weights_version=weights_version(self.unit, is_recomputed=state is not None),
-            state=state,
-            recording=emptied(recording),
             saving=saving if saving.is_needed else None,
             watched=sharing_memory(made, tensors),
         )
         call.graph = saving.end(inner, made, call)
-        if call.graph is None:
-            call.will_recompute(self._edits.suspects, None if saving.is_needed else kind)
-            call.summary = summary_of(outputs, out_structure) if is_checked or call.edited else None
-        else:
+        if state is not None:
+            edited, kind = self._edits.suspects, None if saving.is_needed else kind
+            summary = summary_of(outputs, out_structure) if is_checked or edited else None
+            shapes, template = [t.shape for t in made], emptied(recording)
+            call.recompute = Recompute(structure, wants_grad, shapes, state, template, edited, kind, summary)
+        if call.graph is not None:
             call.watched = sorted({*call.watched, *saving.watched(made)})
             self._casts.learn(made)
         return call, BlockResults(outputs, dict(zip(map(id, inner), tensors, strict=True)), out_structure)
@@ -259,7 +257,8 @@ class UnitCall:
 
         In an ordinary backward the gradients of parameters go to ``BackwardGradients`` instead.
         """
-        self._refuse_stale(call)
+        self._refuse_always()
+        call.refuse_changes(self.unit, self._where)
         if self._device.interrupts is not None:
             self._device.interrupts.look()
         is_kept = keeps_graph()
@@ -308,38 +307,30 @@ class UnitCall:
         if torch.is_grad_enabled():
             raise UnsupportedError(f"{self._where}: expected a backward without create_graph=True; {self._why_once}")
 
-    def _refuse_stale(self, call: ForwardCall) -> None:
-        self._refuse_always()
-        call.refuse_changes(self.unit, self._where)
-
     def _graph(self, call: ForwardCall, saved: Sequence[torch.Tensor], *, is_ordinary: bool) -> Graph:
         """Return inner inputs and outputs: the kept ones, or those of a recompute."""
-        if call.state is None:
+        again = call.recompute
+        if again is None:
             if call.graph is None:
                 why = "expected one backward through this graph, but it is the second"
                 raise UnsupportedError(f"{self._where}: {why}; pass retain_graph=True to the first")
             _refuse_escaped(*call.graph, self._where, is_ordinary=is_ordinary)
             return call.graph
-        count = None if call.kind is None else self._policy.count(call.kind)
+        count = None if again.kind is None else self._policy.count(again.kind)
         saving = nullcontext() if count is None else count.hooks()
         if call.saving is not None:
             saving, saved = call.saving.recompute_hooks(saving), call.saving.arguments(saved)
-        inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, call.wants_grad, strict=True)]
-        with call.state.restored(), self._edits.undone(call.edited):
-            modes = saving, self._casts.cache_again(was_on=call.state.caches_casts)
-            outputs, structure = self._run(call.inputs, inner, modes, call.recording)
+        inner = [guarded_leaf(t, self._where) if w else t for t, w in zip(saved, again.wants_grad, strict=True)]
+        with again.state.restored(), self._edits.undone(again.edited):
+            modes = saving, self._casts.cache_again(was_on=again.state.caches_casts)
+            outputs, structure = self._run(again.inputs, inner, modes, again.recording)
         made = [t for t in outputs if t.grad_fn is not None]
-        if [t.shape for t in made] != call.shapes:
-            raise UnsupportedError(
-                f"{self._where}: recompute gave results of shapes {[tuple(t.shape) for t in made]}, but forward gave "
-                f"{[tuple(shape) for shape in call.shapes]}; the block depends on something besides its arguments, "
-                "random numbers and buffers: move that into a buffer, or give this unit the policy keep in the plan"
-            )
-        if call.summary is not None:
-            edited = [self.unit.spec.params[i].name for i in call.edited]
-            self._repeats.compare(call.summary, summary_of(outputs, structure), edited)
+        _refuse_other_shapes(made, again.shapes, self._where)
+        if again.summary is not None:
+            edited = [self.unit.spec.params[i].name for i in again.edited]
+            self._repeats.compare(again.summary, summary_of(outputs, structure), edited)
         if count is not None:
-            self._policy.learn(call.kind, count, made)
+            self._policy.learn(again.kind, count, made)
         return inner, edges_of(made)
 
 
@@ -384,6 +375,16 @@ def _refuse_escaped(inner: Sequence[torch.Tensor], outputs: Sequence[Any], where
     # Where no such argument needs a gradient, or others are asked for, any node may tell.
     if any(map(_is_wanted, ends or [node for node, _ in nodes_of(outputs)])):
         raise UnsupportedError(escaped(where))
+
+
+def _refuse_other_shapes(results: Sequence[torch.Tensor], shapes: Sequence[torch.Size], where: str) -> None:
+    """Raise if results of a recompute have other shapes than those of its forward."""
+    if [t.shape for t in results] != shapes:
+        raise UnsupportedError(
+            f"{where}: recompute gave results of shapes {[tuple(t.shape) for t in results]}, but forward gave "
+            f"{[tuple(shape) for shape in shapes]}; the block depends on something besides its arguments, "
+            "random numbers and buffers: move that into a buffer, or give this unit the policy keep in the plan"
+        )
 
 
 def _explain(error: RuntimeError, where: str) -> None:

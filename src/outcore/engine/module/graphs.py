@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -32,12 +32,28 @@ LEAF: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, device="c
 TAKERS = "outcore: calls that take it"
 
 
+class Recompute(NamedTuple):
+    """What it takes to run the block of a call again."""
+
+    inputs: Structure
+    wants_grad: list[bool]
+    """Whether each tensor among the arguments needed a gradient."""
+    shapes: list[torch.Size]
+    """Shapes of the results with a gradient."""
+    state: ForwardState
+    recording: Mapping[str, Any] | None
+    edited: list[int]
+    """Indices of parameters that forward itself may have changed."""
+    kind: Hashable
+    """Kind of the arguments, if a recompute may have to count what is saved."""
+    summary: Summary | None
+    """Summary of all results, if those of the recompute are compared with them."""
+
+
 @dataclass(eq=False, kw_only=True)
 class ForwardCall:
     """What backward must know of one forward."""
 
-    inputs: Structure
-    wants_grad: list[bool]
     flags: list[bool]
     """Whether each of the unit's parameters needed a gradient."""
     uses: list[int]
@@ -45,12 +61,9 @@ class ForwardCall:
     it with None, where a plain loop does not reach it."""
     foreign: list[torch.Tensor]
     foreign_versions: list[int]
-    shapes: list[torch.Size]
     outputs: list[torch.Tensor]
     """Results with a gradient, until they are handed to the outer graph."""
     weights_version: tuple[int, ...]
-    state: ForwardState | None
-    recording: Mapping[str, Any] | None
     saving: CallSaving | None
     """Holds the activations that backward needs."""
     watched: list[int]
@@ -58,32 +71,25 @@ class ForwardCall:
     returned: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Watched results as they were handed out, and their versions then."""
     graph: Graph | None = None
-    summary: Summary | None = None
-    """Summary of all results, if those of the recompute are compared with them."""
-    edited: list[int] = field(default_factory=list)
-    """Indices of parameters that forward itself may have changed, if the call is recomputed."""
-    kind: Hashable = None
-    """Kind of the arguments, if a recompute may have to count what is saved."""
-
-    def will_recompute(self, edited: list[int], kind: Hashable) -> None:
-        """Note what the recompute of this call needs."""
-        self.edited, self.kind = edited, kind
+    """The block's own graph, if it was kept."""
+    recompute: Recompute | None = None
+    """How to run the block again, if it was not."""
 
     @property
     def needs_arguments(self) -> bool:
         """Whether the call is recomputed from arguments that autograd keeps."""
-        return self.state is not None and (self.saving is None or not self.saving.has_arguments)
+        return self.recompute is not None and (self.saving is None or not self.saving.has_arguments)
 
     def release(self) -> None:
         """Let go of what a backward needs: this object lives as long as the loss does."""
         if self.saving is not None:
             self.saving.release()
-        self.graph = self.state = self.saving = None
+        self.graph = self.recompute = self.saving = None
         self.returned = []
 
     def refuse_changes(self, unit: Unit, where: str) -> None:
         """Raise if the weights, or a tensor that backward needs, were changed after forward."""
-        if self.weights_version != weights_version(unit, is_recomputed=self.state is not None):
+        if self.weights_version != weights_version(unit, is_recomputed=self.recompute is not None):
             raise UnsupportedError(
                 f"{where}: expected the weights of its forward, but they have changed since (optimizer.step(), "
                 "load_state_dict, gathered(write=True), an edit in place); run forward again"

@@ -28,6 +28,59 @@ from outcore.spec.model import DTYPE_BYTES, Part
 _SAMPLE_BYTES = 4096
 
 
+class HomeAccess:
+    """Reads and writes some bytes of a home on any tier. The host waits for operations on the same bytes."""
+
+    def __init__(self, tiers: Tiers, pools: Pools[Handle], device: Device) -> None:
+        self._tiers, self._pools, self._device = tiers, pools, device
+
+    def read(self, home: Home[Handle], part: Part, start: int = 0) -> torch.Tensor:
+        """Read a part of a home (1D). Args: start: Where the layout of the part begins in the home."""
+        result, first = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu"), start + part.offset
+        if home.memory is not None and part.nbytes:
+            self._copy_out(home, home.span(first, first + part.nbytes).memory, result)
+        return result.view(torch_dtype(part.dtype))
+
+    def _copy_out(self, home: Home[Handle], part: Buffer | Extent, result: torch.Tensor) -> None:
+        if isinstance(part, Buffer):
+            self._order(home, part, is_write=False)
+            result.copy_(part.bytes)
+            return
+        self._wait(home)
+        self._device.host_access("read from disk", reads=[part.region])
+        self._tiers.store().read(part, result)
+
+    def write(self, home: Home[Handle], start: int, value: torch.Tensor) -> None:
+        """Write values. Args: start: Where they begin in the home, in bytes."""
+        self._device.wait(f"{home.kind} read", home.readers)
+        if home.memory is None or not value.numel():
+            return
+        source = value.contiguous().view(torch.uint8)
+        part = home.span(start, start + source.numel()).memory
+        if isinstance(part, Buffer):
+            self._order(home, part, is_write=True)
+            part.bytes.copy_(source)
+            if home.tier == "device":  # lanes must wait for what compute wrote
+                home.written_by(self._device.mark(f"{home.kind} written"))
+            return
+        self._wait(home)
+        self._device.host_access("write to disk", writes=[part.region])
+        self._tiers.store().write(part, source.detach().cpu())
+        self._pools.forget(home)
+
+    def _wait(self, home: Home[Handle]) -> None:
+        for label, dependency in home.before_read().items():
+            self._device.wait(label, dependency)
+
+    def _order(self, home: Home[Handle], part: Buffer, *, is_write: bool) -> None:
+        regions = {"writes" if is_write else "reads": [part.region]}
+        if home.tier == "device":
+            self._device.compute("access to one parameter", after=home.before_read(), **regions)
+        else:
+            self._wait(home)
+            self._device.host_access("access to one parameter", **regions)
+
+
 class ValueAccess:
     """Reads and writes one parameter or state at a time."""
 
@@ -36,7 +89,8 @@ class ValueAccess:
     ) -> None:
         """Args: world: The ranks, if several share the states of a parameter. Reading a state is a collective then."""
         self.device = device
-        self._tiers, self._pools, self._weights, self.world = tiers, pools, weights, world
+        self._weights, self.world = weights, world
+        self._homes = HomeAccess(tiers, pools, device)
         self.edited: dict[str, dict[int, torch.Tensor | None]] = {}
         """Parameters whose masters do not follow their edits yet, by unit. See [Note: edits].
 
@@ -52,7 +106,7 @@ class ValueAccess:
         """The bytes [start, stop) of a weight (1D uint8)."""
         home, cut, part = unit.ledger.weights, unit.ledger.cut, unit.spec.weight_parts[index]
         if not cut.is_cut:
-            return self._read(home, Part("uint8", stop - start, part.offset + start))
+            return self._homes.read(home, Part("uint8", stop - start, part.offset + start))
         if self.world is None:
             raise AssertionError("weights are cut over one rank")
         size, pieces = DTYPE_BYTES[part.dtype], []
@@ -62,7 +116,9 @@ class ValueAccess:
             pieces.append((begin, max(min((first + numel) * size, stop) - begin, 0)))
         begin, nbytes = pieces[unit.spec.rank]
         run = cut.own_run(is_trained=index < unit.num_trainable)
-        mine = self._read(home, Part("uint8", nbytes, run.home + part.offset + begin - run.layout if nbytes else 0))
+        mine = self._homes.read(
+            home, Part("uint8", nbytes, run.home + part.offset + begin - run.layout if nbytes else 0)
+        )
         what = f"read the weight '{unit.spec.params[index].name}'"
         return self.world.gather_parts(mine, [nbytes for _, nbytes in pieces], what)
 
@@ -85,7 +141,7 @@ class ValueAccess:
     def _own_state(self, unit: Unit, name: str, index: int) -> torch.Tensor:
         """What this rank has of a state (1D)."""
         state = unit.ledger.state_specs[name]
-        stored = self._read(unit.ledger.states, state.parts[index], state.start)
+        stored = self._homes.read(unit.ledger.states, state.parts[index], state.start)
         if name != "master" or not unit.views.is_compact[index]:
             return stored
         before = self.edited.get(unit.name, {}).get(index)
@@ -95,7 +151,7 @@ class ValueAccess:
     def _own_weight(self, unit: Unit, index: int) -> torch.Tensor:
         """What this rank updates of a weight (1D)."""
         cut = unit.ledger.cut
-        return self._read(unit.ledger.weights, cut.own_parts[index], cut.updated[0])
+        return self._homes.read(unit.ledger.weights, cut.own_parts[index], cut.updated[0])
 
     def sample(self, unit: Unit, index: int) -> bytes:
         """Some bytes in the middle of a weight, to tell weights apart."""
@@ -140,7 +196,7 @@ class ValueAccess:
         if self.world is not None:
             first = state.owned(unit.spec, index, unit.spec.rank)[0] * DTYPE_BYTES[part.dtype]
         mine = piece[max(first - start, 0) : max(first + part.nbytes - start, 0)]
-        self._write(unit.ledger.states, state.start + part.offset + max(start - first, 0), mine)
+        self._homes.write(unit.ledger.states, state.start + part.offset + max(start - first, 0), mine)
 
     @torch.no_grad()
     def write_weight(self, unit: Unit, index: int, value: torch.Tensor) -> None:
@@ -201,7 +257,9 @@ class ValueAccess:
     def _write_weight(self, unit: Unit, offset: int, piece: torch.Tensor) -> None:
         """Write what this rank has of some bytes (1D uint8). Args: offset: Where they begin in the weights layout."""
         for run in unit.ledger.cut.here(Part("uint8", piece.numel(), offset)):
-            self._write(unit.ledger.weights, run.home, piece[run.layout - offset : run.layout - offset + run.nbytes])
+            self._homes.write(
+                unit.ledger.weights, run.home, piece[run.layout - offset : run.layout - offset + run.nbytes]
+            )
 
     @contextmanager
     def _written_by_all(self, unit: Unit) -> Iterator[None]:
@@ -248,52 +306,7 @@ class ValueAccess:
 
     def _write_part(self, unit: Unit, state: StateSpec, index: int, values: torch.Tensor) -> None:
         part = state.parts[index]
-        self._write(unit.ledger.states, state.start + part.offset, values.to(torch_dtype(part.dtype)))
-
-    def _read(self, home: Home[Handle], part: Part, start: int = 0) -> torch.Tensor:
-        """Read a part of a home (1D). Args: start: Where the layout of the part begins in the home."""
-        result, first = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu"), start + part.offset
-        if home.memory is not None and part.nbytes:
-            self._copy_out(home, home.span(first, first + part.nbytes).memory, result)
-        return result.view(torch_dtype(part.dtype))
-
-    def _copy_out(self, home: Home[Handle], part: Buffer | Extent, result: torch.Tensor) -> None:
-        if isinstance(part, Buffer):
-            self._order(home, part, is_write=False)
-            result.copy_(part.bytes)
-            return
-        self._wait(home)
-        self.device.host_access("read from disk", reads=[part.region])
-        self._tiers.store().read(part, result)
-
-    def _write(self, home: Home[Handle], start: int, value: torch.Tensor) -> None:
-        self.device.wait(f"{home.kind} read", home.readers)
-        if home.memory is None or not value.numel():
-            return
-        source = value.contiguous().view(torch.uint8)
-        part = home.span(start, start + source.numel()).memory
-        if isinstance(part, Buffer):
-            self._order(home, part, is_write=True)
-            part.bytes.copy_(source)
-            if home.tier == "device":  # lanes must wait for what compute wrote
-                home.written_by(self.device.mark(f"{home.kind} written"))
-            return
-        self._wait(home)
-        self.device.host_access("write to disk", writes=[part.region])
-        self._tiers.store().write(part, source.detach().cpu())
-        self._pools.forget(home)
-
-    def _wait(self, home: Home[Handle]) -> None:
-        for label, dependency in home.before_read().items():
-            self.device.wait(label, dependency)
-
-    def _order(self, home: Home[Handle], part: Buffer, *, is_write: bool) -> None:
-        regions = {"writes" if is_write else "reads": [part.region]}
-        if home.tier == "device":
-            self.device.compute("access to one parameter", after=home.before_read(), **regions)
-        else:
-            self._wait(home)
-            self.device.host_access("access to one parameter", **regions)
+        self._homes.write(unit.ledger.states, state.start + part.offset, values.to(torch_dtype(part.dtype)))
 
 
 def sample_of(param: torch.Tensor) -> bytes:
