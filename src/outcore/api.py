@@ -301,7 +301,7 @@ def gathered(
 def _all_gathered(wanted: Mapping[Engine, Mapping[str, Unit]], *, write: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for engine, units in wanted.items():
-            stack.enter_context(gathered_units(engine, list(units.values()), write=write))
+            stack.enter_context(gathered_units(engine.access, engine.weights, list(units.values()), write=write))
         yield
 
 

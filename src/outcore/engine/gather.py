@@ -9,41 +9,45 @@ from typing import Any
 import torch
 
 from outcore.engine.activations.saved import KeptTensor, version_of
-from outcore.engine.engine import Engine
+from outcore.engine.streamed_weights import StreamedWeights
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.engine.unit.views import torch_dtype
+from outcore.engine.values.access import ValueAccess
 from outcore.engine.values.edits import refuse_other_form, refuse_other_strides, same_bytes, take_edits
 from outcore.torch_private import is_packing
 
 
 @contextmanager
-def gathered_units(engine: Engine, units: Sequence[Unit], *, write: bool) -> Iterator[None]:
+def gathered_units(
+    access: ValueAccess, weights: StreamedWeights, units: Sequence[Unit], *, write: bool
+) -> Iterator[None]:
     """Give all parameters of ``units`` their values on the device.
 
     Args:
-        engine: The engine of the units.
+        access: Reads and writes single weights.
+        weights: Let units rest at the end.
         units: Those that are gathered already stay so after the block.
         write: Write changed parameters home at the end, masters too; else changes are lost.
 
     Memory: device, all weights of the units, outside of the arena, until the end.
     """
-    engine.run.refuse_if_closed()
+    weights.run.refuse_if_closed()
     mine = [u for u in units if u.presence.now is not Beneath.GATHERED]
     try:
         for unit in mine:
-            take_edits(unit, engine.access)
-            device = engine.device.torch_device
-            unit.presence.gather([engine.access.current_weight(unit, i).to(device) for i in range(len(unit.params))])
+            take_edits(unit, access)
+            device = access.device.torch_device
+            unit.presence.gather([access.current_weight(unit, i).to(device) for i in range(len(unit.params))])
         with _values_are_saved(units):
             yield
         if write:
             for unit in units:
-                _write_changed(engine, unit)
+                _write_changed(access, unit)
     finally:
         for unit in mine:
             if unit.presence.now is Beneath.GATHERED:  # else it was cut short, or closed
                 edited = unit.presence.watch.edited()
-                engine.weights.rest(unit)
+                weights.rest(unit)
                 for index in edited:  # a graph made inside must not be walked with the weights that come back
                     unit.presence.watch.note_change(index)
 
@@ -62,10 +66,10 @@ def _values_are_saved(units: Sequence[Unit]) -> AbstractContextManager[Any]:
 
 
 @torch.no_grad()
-def _write_changed(engine: Engine, unit: Unit) -> None:
+def _write_changed(access: ValueAccess, unit: Unit) -> None:
     for i, param in enumerate(unit.params):
         spec = unit.spec.params[i]
         refuse_other_form(spec, param.data.to(torch_dtype(spec.dtype)))
         refuse_other_strides(spec, param)
-        if not same_bytes(engine.access.read_weight(unit, i), param.data.to("cpu")):
-            engine.access.write_weight(unit, i, param.data)
+        if not same_bytes(access.read_weight(unit, i), param.data.to("cpu")):
+            access.write_weight(unit, i, param.data)

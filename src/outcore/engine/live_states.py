@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.engine.engine import Engine
 from outcore.engine.gradients.on_demand import DistantTensor
+from outcore.engine.unit.recovery import Recovery
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import torch_dtype
+from outcore.engine.updates.unit_update import RuleSettings
 from outcore.engine.values.access import shown_states
 from outcore.engine.values.edits import let_masters_follow
+from outcore.engine.values.parameter_values import ParameterValues
 from outcore.optim.rules import RuleKind
 
 
@@ -53,8 +55,12 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         num_replaced: How often all states of a parameter were replaced here, by its id.
     """
 
-    def __init__(self, engine: Engine, groups: list[dict[str, Any]]) -> None:
-        self._engine, self.groups, self._place = engine, groups, engine.values.place
+    def __init__(
+        self, values: ParameterValues, settings: RuleSettings, run: Recovery, groups: list[dict[str, Any]]
+    ) -> None:
+        """Args: values: Reads and writes states. settings: Has the update rule. run: Whether it is open."""
+        self._values, self._access, self._settings, self._run = values, values.access, settings, run
+        self.groups, self._place = groups, values.place
         self.num_replaced = Counter[int]()
 
     def names(self, param: torch.Tensor) -> tuple[str, ...]:
@@ -75,13 +81,12 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         names = self._all_names(param, unit, index)
         if "master" not in names:
             return ()
-        return (
-            names if self.kind(param).has_step else ("master",)
-        )  # SGD takes any momentum that is there for one that has begun
+        # SGD takes any momentum that is there for one that has begun.
+        return names if self.kind(param).has_step else ("master",)
 
     def kind(self, param: torch.Tensor) -> RuleKind:
         """Return how a parameter is updated."""
-        rule = self._engine.settings.expect_rule()
+        rule = self._settings.expect_rule()
         if len(rule.kinds) == 1:
             return rule.kinds[0]
         group = next((g for g in self.groups if any(p is param for p in g["params"])), self.groups[0])
@@ -97,8 +102,8 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
         if name == "step":
             return torch.tensor(float(unit.steps[index]), device="cpu")
         if name == "master":
-            let_masters_follow(unit, self._engine.access)
-        return self._engine.access.read_state(unit, name, index)
+            let_masters_follow(unit, self._access)
+        return self._access.read_state(unit, name, index)
 
     def write(self, param: torch.Tensor, name: str, value: Any) -> None:
         """Replace one state."""
@@ -107,7 +112,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
             unit.steps[index] = int(value)
             unit.states_version += 1
             return
-        held = self._engine.values.names(param) or []
+        held = self._values.names(param) or []
         if name not in held:
             raise ConfigError(
                 f"optimizer.state: expected one of step, {', '.join(held)} for "
@@ -121,11 +126,11 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
                 f"'{unit.spec.params[index].name}' was written; change {name}_absmax, which scales it, replace all "
                 "states of the parameter together, or let them begin anew: del optimizer.state[param]"
             )
-        self._engine.values.check(param, {name: value})
+        self._values.check(param, {name: value})
         if name != "master" and not unit.steps[index] and not self.kind(param).has_step:
-            self._engine.values.load(param, {name: value})  # it has begun: the next step takes the value
+            self._values.load(param, {name: value})  # it has begun: the next step takes the value
         else:
-            self._engine.access.write_state(unit, name, index, value)
+            self._access.write_state(unit, name, index, value)
 
     def tensor(self, param: torch.Tensor, name: str) -> StateTensor:
         """Return one state, as a tensor that is read when it is used."""
@@ -141,7 +146,7 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
                 like = torch.empty(form.shape, dtype=dtype, device="meta")
             if form.shape == ():
                 return StateTensor(like, device, partial(self.read, param, name), partial(self.write, param, name))
-            device = self._engine.device.torch_device
+            device = self._access.device.torch_device
         return StateTensor(like, device, partial(self.read, param, name), partial(self.write, param, name))
 
     def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
@@ -195,15 +200,15 @@ class LiveStates(MutableMapping[torch.Tensor, Any]):
                 "of another parameter, or of states that were replaced since; first copy them: "
                 "{name: state.clone() for name, state in optimizer.state[param].items()}"
             )
-        self._engine.values.check(param, values)
+        self._values.check(param, values)
 
     def _load(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         if not (isinstance(values, _StatesOfOne) and values.states is self):  # else these are its states already
             self.num_replaced[id(param)] += 1
-            self._engine.values.load(param, values)
+            self._values.load(param, values)
 
     def _expect(self, param: torch.Tensor) -> tuple[Unit, int]:
-        self._engine.run.refuse_if_closed()
+        self._run.refuse_if_closed()
         place = self._place(param)
         if place is None:
             raise ConfigError(

@@ -49,7 +49,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._originals = (original, *members(original))  # twice the same if there is only one
         self._is_complete = False
         super().__init__(original.param_groups, dict(original.defaults))
-        self._states = LiveStates(engine, original.param_groups)
+        self._states = LiveStates(engine.values, engine.settings, engine.run, original.param_groups)
         self._follow(original.param_groups)
         self._is_complete = True
         self.step_was_skipped = False
@@ -239,19 +239,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         groups = copy.deepcopy(state_dict["param_groups"])
-        sizes = [len(g["params"]) for g in self.param_groups]
-        if [len(g["params"]) for g in groups] != sizes:
-            raise ConfigError(
-                f"optimizer.load_state_dict: expected groups of {sizes} parameters, but got "
-                f"{[len(g['params']) for g in groups]}"
-            )
-        formats = [format_of(group) for group in groups]
-        if formats != [format_of(group) for group in self.param_groups]:
-            raise ConfigError(
-                f"optimizer.load_state_dict: expected groups of state_format "
-                f"{[format_of(group) for group in self.param_groups]}, but got {formats}; states of another format "
-                "are not converted: set state_format (or a Trainer's optim) as in the run that saved them"
-            )
+        _refuse_other_groups(groups, self.param_groups)
         keys = [key for group in groups for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         values = [state_dict["state"].get(key, {}) for key in keys]
@@ -263,14 +251,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
         Groups are other dicts afterwards, as in torch.
         """
-        fresh = {}
-        for mine, theirs in zip(self._groups, groups, strict=True):
-            kept = {name: mine[name] for name in NOT_TAKEN_OVER if name in mine}
-            new = {**{k: v for k, v in theirs.items() if k not in NOT_TAKEN_OVER}, **kept}
-            if "param_names" in mine:
-                new.setdefault("param_names", mine["param_names"])
-            # In the order that they have here, so that a resumed run saves the same bytes.
-            fresh[id(mine)] = {name: new[name] for name in (*mine, *new) if name in new}
+        fresh = {id(mine): _merged(mine, saved) for mine, saved in zip(self._groups, groups, strict=True)}
         if self._has_several:  # their lists stay: each group is known by the list that it is in
             for one in self._originals:
                 one.param_groups[:] = [fresh.get(id(group), group) for group in one.param_groups]
@@ -308,6 +289,35 @@ def _refuse_other_params(groups: Sequence[Mapping[str, Any]], engine: Engine) ->
             f"optimizer: expected param groups of parameters of the model, each once, but got {what}; build groups "
             "from model.parameters()"
         )
+
+
+def _refuse_other_groups(groups: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if saved groups are not like those of the optimizer."""
+    sizes = [len(g["params"]) for g in mine]
+    if [len(g["params"]) for g in groups] != sizes:
+        raise ConfigError(
+            f"optimizer.load_state_dict: expected groups of {sizes} parameters, but got "
+            f"{[len(g['params']) for g in groups]}"
+        )
+    formats = [format_of(group) for group in groups]
+    if formats != [format_of(group) for group in mine]:
+        raise ConfigError(
+            f"optimizer.load_state_dict: expected groups of state_format "
+            f"{[format_of(group) for group in mine]}, but got {formats}; states of another format "
+            "are not converted: set state_format (or a Trainer's optim) as in the run that saved them"
+        )
+
+
+def _merged(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group with saved settings, in the order that they have here, so that a resumed run saves the same bytes.
+
+    Parameters, and what else belongs to this run alone, stay.
+    """
+    kept = {name: mine[name] for name in NOT_TAKEN_OVER if name in mine}
+    new = {**{name: value for name, value in saved.items() if name not in NOT_TAKEN_OVER}, **kept}
+    if "param_names" in mine:
+        new.setdefault("param_names", mine["param_names"])
+    return {name: new[name] for name in (*mine, *new) if name in new}
 
 
 def _is_infinite(optimizer: StreamedOptimizer) -> bool:
