@@ -204,6 +204,28 @@ class SparseCounter(Base):
         return self.core(x)
 
 
+class ArrayCounter(Base):
+    """Numbers that do not touch the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = np.zeros(1)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.core(x)
+
+
+class GeneratorAside(Base):
+    def __init__(self):
+        super().__init__()
+        self.held = [torch.Generator(DEVICE).manual_seed(4)]
+
+    def forward(self, x):
+        torch.rand(2, device=DEVICE, generator=self.held[0])
+        return self.core(x)
+
+
 BLOCKS = [PythonRandom, NumpyRandom, Counter, RunningTensor, Containers, MoreContainers, SilentBuffers]
 
 
@@ -286,7 +308,15 @@ def test_what_a_block_sees_and_changes(block, policy, tmp_path):
 @POLICY
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
 @pytest.mark.parametrize(
-    "block", [OwnGenerators, Arrays, Expanded, *(pytest.param(b, marks=NOT_SIMULATED) for b in (Sparse, SparseCounter))]
+    "block",
+    [
+        OwnGenerators,
+        Arrays,
+        ArrayCounter,
+        GeneratorAside,
+        Expanded,
+        *(pytest.param(b, marks=NOT_SIMULATED) for b in (Sparse, SparseCounter)),
+    ],
 )
 def test_what_recompute_does_not_put_back_is_refused(block, policy, tmp_path):
     """Under keep nothing runs twice, so it is as in the plain loop."""

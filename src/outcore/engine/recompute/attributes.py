@@ -2,7 +2,7 @@
 
 A block may change them in forward. Recompute must see them as they were, and they must end as forward left them. Other
 things that a block may hold and change (arrays, generators, sparse tensors) are not put back: a recompute that sees
-them changed is refused.
+them changed is refused, and so is the first recompute of a unit if it advances them.
 
 [Note: looking at attributes] All that torch itself keeps in a module's ``__dict__`` is passed over. The rest is read
 with one C call per module and compared by identity first. So a unit whose attributes do not change pays a few us per
@@ -12,13 +12,16 @@ changes, also to an equal tensor: the new one must be saved.
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, starmap
 from operator import is_, itemgetter
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -221,6 +224,51 @@ def saved_buffers(modules: Sequence[nn.Module]) -> list[SavedTensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+
+
+def refuse_advanced(before: Mapping[str, list[bytes]], modules: Sequence[nn.Module], where: str) -> None:
+    """Raise if a recompute advanced what is not put back: the forward had done so already.
+
+    Args:
+        before: What ``states_not_put_back`` returned before the recompute.
+        modules: Modules of the unit.
+        where: Names the unit in the error.
+    """
+    after = states_not_put_back(modules)
+    name = next((name for name, states in before.items() if after.get(name) != states), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"{where}: expected forward to leave '{name}' as it is, since recompute cannot put an array or a random "
+            "generator of a block's own back and changes it a second time; use a buffer or torch's own random numbers, "
+            "or give this unit the policy keep in the plan"
+        )
+
+
+def states_not_put_back(modules: Sequence[nn.Module]) -> dict[str, list[bytes]]:
+    """Return states of small numpy arrays and of random generators in attributes, by attribute."""
+    named = (
+        (f"{type(m).__name__}.{name}", m.__dict__[name]) for m in modules for name in m.__dict__.keys() - _TORCHS_OWN
+    )
+    found = dict[str, list[bytes]]()
+    for name, value in named:
+        found.setdefault(name, []).extend(_states_in(value))
+    return found
+
+
+def _states_in(value: Any, depth: int = _DEPTH) -> Iterator[bytes]:
+    if type(value) in _CONTAINERS or type(value) is tuple:
+        for part in (value.values() if isinstance(value, dict) else value) if depth else ():
+            yield from _states_in(part, depth - 1)
+    elif isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES:
+        yield value.tobytes()
+    elif isinstance(value, torch.Generator):
+        yield value.get_state().numpy().tobytes()
+    elif isinstance(value, np.random.Generator):
+        yield pickle.dumps(value.bit_generator.state)
+    elif isinstance(value, np.random.RandomState):
+        yield pickle.dumps(value.get_state(legacy=False))
+    elif type(value) is random.Random:
+        yield pickle.dumps(value.getstate())
 
 
 def _are_one(a: list[tuple[Any, ...]], b: list[tuple[Any, ...]]) -> bool:

@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 from outcore.device.device import Device
-from outcore.engine.recompute.attributes import Attributes, SavedContainer, SavedTensor, mutable_in, saved_buffers
+from outcore.engine.recompute.attributes import (
+    Attributes,
+    SavedContainer,
+    SavedTensor,
+    mutable_in,
+    refuse_advanced,
+    saved_buffers,
+    states_not_put_back,
+)
 from outcore.engine.recompute.randomness import GlobalRandom
 from outcore.torch_private import set_switches, switches
 
@@ -32,7 +40,7 @@ class CapturedState:
         self.registered = [place for m in modules for place in (m._parameters, m._buffers)]
         self.kinds = dict.fromkeys(("cpu", device.torch_device.type))
         """Kinds of devices, each of which has an autocast mode."""
-        self.draws_from_numpy = False
+        self.draws_from_numpy = self.was_recomputed = False
         self.changes_silently = device.computes_on_host
         """Whether buffers are compared by value after each forward.
 
@@ -88,8 +96,13 @@ class ForwardState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Make everything as it was before forward, for the block; afterwards, make it as it is now."""
+        """Make everything as it was before forward, for the block; afterwards, make it as it is now.
+
+        Raises:
+            UnsupportedError: The first recompute changed an array or a generator, which are not put back.
+        """
         around = self._around
+        watched = {} if around.was_recomputed else states_not_put_back(around.modules)
         rng, randoms = around.device.rng_state(), GlobalRandom(is_thorough=self._is_thorough)
         registered = _Registered(around.registered)
         attributes = around.attributes.take()
@@ -116,6 +129,9 @@ class ForwardState:
             registered.put_back()
             around.attributes.put_back(attributes)
             _put_back(contents, tensors, around.where)
+        if watched:
+            refuse_advanced(watched, around.modules, around.where)
+        around.was_recomputed = True
 
     def _as_default(self) -> AbstractContextManager[object]:
         return nullcontext() if self._default_device == _default_device() else self._default_device
