@@ -29,10 +29,9 @@ from outcore.engine.unit.one_process import refuse_process_group
 from outcore.engine.unit.recovery import Recovery
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.engine.updates.early_updates import EarlyUpdates
-from outcore.engine.updates.numbers import Numbers
 from outcore.engine.updates.plain import PlainUpdates
 from outcore.engine.updates.streamed import Stepper, StreamedUpdates
-from outcore.engine.updates.unit_update import RuleSettings
+from outcore.engine.updates.unit_update import Numbers, RuleSettings
 from outcore.engine.values.access import ValueAccess
 from outcore.engine.values.parameter_values import ParameterValues
 from outcore.model.partition import Partition

@@ -48,15 +48,13 @@ from outcore.engine.module.graphs import (
 )
 from outcore.engine.module.side_outputs import active_recording, emptied, hand_over, recording_apart
 from outcore.engine.recompute.autocast import AutocastCacheOff
-from outcore.engine.recompute.caches import refuse_filled_caches
 from outcore.engine.recompute.checks import PendingComparisons, Repeats, summary_of
-from outcore.engine.recompute.structure import Structure, sharing_memory, take_apart
+from outcore.engine.recompute.structure import Structure, in_training, sharing_memory, take_apart
 from outcore.engine.streamed_weights import StreamedWeights, UnitBinding, make_way
 from outcore.engine.unit.absent import called_inside
 from outcore.engine.unit.unit import Unit
 from outcore.engine.values.access import ValueAccess
 from outcore.engine.values.edits import OwnEdits
-from outcore.model.equal_calls import is_cache
 from outcore.order.activations import ActivationOrder
 from outcore.spec.schedule import Phase
 from outcore.torch_private import (
@@ -114,15 +112,11 @@ class UnitCall:
         """Run the block."""
         if not torch.is_grad_enabled():
             return self._run_plain(args, kwargs, Phase.INFERENCE)
-        arguments = args, tuple(kwargs), tuple(kwargs.values())
-        has_caches = any(is_cache(value) for value in (*args, *arguments[2]))
-        tensors, structure = take_apart(arguments, self._where)
+        tensors, structure = take_apart((args, tuple(kwargs), tuple(kwargs.values())), self._where)
         needs_graph = self._trained.is_any or any(t.requires_grad for t in tensors)
-        if has_caches and (needs_graph or self._weights.has_steps):
-            refuse_filled_caches(arguments, self._where)
+        if needs_graph or self._weights.has_steps:
             # Frozen units get caches of their own, too: entries that they append would reach the units behind them.
-            args, _, values = structure.fill(tensors)
-            kwargs = dict(zip(kwargs, values, strict=True))
+            args, kwargs = in_training(args, kwargs, self._where)
         if not needs_graph:
             self._trained.flags()
             return self._run_plain(args, kwargs, Phase.FORWARD)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from outcore.engine.module.call import UnitCall
-from outcore.engine.recompute.caches import in_training
-from outcore.engine.recompute.structure import take_apart
+from outcore.engine.recompute.structure import in_training, take_apart
 from outcore.spec.schedule import Phase
 from outcore.torch_private import as_it_is, is_packing, pytree
 

@@ -1,4 +1,9 @@
-"""Tensors inside nested arguments and results: taken out, changed, put back."""
+"""Tensors inside nested arguments and results: taken out, changed, put back.
+
+[Note: caches] In training a key-value cache of Transformers is of no use, but models create one by default. Attention
+then computes with the keys and values that the cache returns. They are copies, whose products may round differently. So
+each run of a unit gets an empty cache of its own: recompute would fill a shared one a second time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,6 @@ import torch
 
 from outcore.core.errors import UnsupportedError
 from outcore.engine.activations.saved import storage_of
-from outcore.engine.recompute.caches import is_filled
 from outcore.model.equal_calls import is_cache, own_cache
 from outcore.torch_private import pytree
 
@@ -143,7 +147,7 @@ class _Disassembly:
         return self._object_apart(value)
 
     def _object_apart(self, value: Any) -> Any:
-        if is_cache(value) and not is_filled(value):
+        if is_cache(value) and not _is_filled(value):
             return _EmptyCache(own_cache(value))
         if is_cache(value) and self._are_results:
             return None
@@ -237,3 +241,31 @@ def _hidden(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
             parts += value
         for part in parts:
             yield from _hidden(part, depth - 1)
+
+
+def _is_filled(cache: Any) -> bool:
+    """Whether a cache holds something."""
+    try:
+        return bool(cache.get_seq_length())
+    except ValueError:  # none of its layers has keys
+        states = [getattr(layer, "has_previous_state", False) for layer in cache.layers]
+        return any(any(s.values()) if isinstance(s, dict) else any(s) if isinstance(s, list) else s for s in states)
+
+
+def in_training(args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a call in training, with an empty cache of its own in place of each cache. See [Note: caches].
+
+    Raises:
+        UnsupportedError: A cache holds something: recompute would change it a second time.
+    """
+    caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+    if not caches:
+        return args, kwargs
+    filled = next(filter(_is_filled, caches), None)
+    if filled is not None:
+        raise UnsupportedError(
+            f"{where}: expected no key-value cache in training, but a filled {type(filled).__name__} was passed, "
+            "which recompute would change a second time; train with use_cache=False, or generate under no_grad()"
+        )
+    own = {name: own_cache(value) if is_cache(value) else value for name, value in kwargs.items()}
+    return tuple(own_cache(value) if is_cache(value) else value for value in args), own

@@ -22,8 +22,7 @@ from outcore.engine.activations.saved import version_of
 from outcore.engine.gradients.passes import BackwardGradients
 from outcore.engine.module.call import SharedByCalls
 from outcore.engine.module.side_outputs import active_recording, hand_over, recording_apart
-from outcore.engine.recompute.caches import in_training
-from outcore.engine.recompute.structure import Structure, take_apart
+from outcore.engine.recompute.structure import Structure, in_training, take_apart
 from outcore.engine.rows.row_independence import RowIndependence
 from outcore.engine.streamed_weights import make_way
 from outcore.engine.unit.absent import AbsentParameter

@@ -27,8 +27,7 @@ from outcore.core.errors import OutcoreError
 from outcore.device.lanes import SKIPPED, Handle
 from outcore.engine.gradients.unit_gradients import UnitGradients
 from outcore.engine.unit.unit import Unit
-from outcore.engine.updates.numbers import Numbers
-from outcore.engine.updates.unit_update import Copies, ParameterChange, copy_all, pieces_of, run_on
+from outcore.engine.updates.unit_update import Copies, Numbers, ParameterChange, copy_all, pieces_of, run_on
 from outcore.engine.updates.workers import UpdateWorkers
 from outcore.engine.values.access import ValueAccess
 from outcore.memory.arena import Buffer

@@ -7,7 +7,7 @@ only. Units whose states live on the device are updated on compute at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,8 +21,9 @@ from outcore.engine.gradients.handle import GradHandle
 from outcore.engine.gradients.unit_gradients import UnitGradients
 from outcore.engine.unit.unit import Unit
 from outcore.engine.updates.workers import UpdateWorkers
+from outcore.engine.values.access import ValueAccess
 from outcore.memory.arena import Buffer
-from outcore.optim.blocks import update_blocks
+from outcore.optim.blocks import numbers_after, update_blocks
 from outcore.optim.formats import format_of, refuse_other_format
 from outcore.optim.neighbours import join_neighbours
 from outcore.optim.piece import Piece
@@ -260,6 +261,49 @@ def likes_of(unit: Unit, index: int) -> Mapping[str, torch.Tensor]:
 
 def _views(unit: Unit, states: Buffer | None) -> dict[str, list[torch.Tensor]]:
     return {name: unit.views.state(states, name) for name in unit.ledger.state_specs} if states is not None else {}
+
+
+class Numbers:
+    """States that are one number per parameter. The host knows them, so that a step need not wait for their home.
+
+    These are the values that the homes have, or will have when all submitted updates are over.
+
+    After any other write to a unit's states (``Unit.states_version``) its values are read again.
+    """
+
+    def __init__(self, access: ValueAccess) -> None:
+        self._access = access
+        self._known: dict[tuple[str, int], tuple[int, Mapping[str, float]]] = {}
+        self._after: dict[Hashable, Mapping[str, float]] = {}
+
+    def are_known(self, unit: Unit) -> bool:
+        """Return whether the numbers of a unit are known without a wait for their home."""
+        return all(not names or self._is_known(unit, i) for i, names in enumerate(unit.views.numbers))
+
+    def of(self, unit: Unit, index: int) -> Mapping[str, float]:
+        """Return the numbers of a parameter before its next update."""
+        names = unit.views.numbers[index]
+        if not names:
+            return {}
+        if not self._is_known(unit, index):
+            values = {name: self._access.read_state(unit, name, index).item() for name in names}
+            self._known[unit.name, index] = unit.states_version, values
+        return self._known[unit.name, index][1]
+
+    def advance(self, unit: Unit, index: int, hyper: Hyper, step: int) -> Mapping[str, float]:
+        """Note that an update is submitted. Returns the numbers before it."""
+        before, dtypes = self.of(unit, index), unit.views.dtypes[index]
+        if dtypes:
+            # Most parameters are at the same step of the same group.
+            key = hyper, step, tuple(before.items()), tuple(dtypes)
+            if key not in self._after:
+                self._after = {key: numbers_after(hyper, before, dtypes, step)}
+            self._known[unit.name, index] = unit.states_version, self._after[key]
+        return before
+
+    def _is_known(self, unit: Unit, index: int) -> bool:
+        version, _ = self._known.get((unit.name, index), (-1, {}))
+        return version == unit.states_version
 
 
 class RuleSettings:
