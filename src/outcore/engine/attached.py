@@ -1,4 +1,4 @@
-"""How a model is taken over: its bytes move home, and the engine gets its calls and gradients, until all is undone."""
+"""Takes a model over: moves its bytes home and routes its calls and gradients to the engine, until all is undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one call saved, on its way off the device and back. See [Note: activations away].
+"""Moves what one call saved off the device and back. See [Note: activations away].
 
 [Note: storages that leave] Saved tensors share memory: three views of one matrix product may be saved, and the result
 of one function is the argument of the next. So storages leave, each once and whole, and views are made again from

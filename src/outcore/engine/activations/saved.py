@@ -145,7 +145,7 @@ def hooks_on_saved(unit: Unit, pack: Pack, unpack: Callable[[Any], torch.Tensor]
 
 
 class SavedWrapper(NamedTuple):
-    """A saved wrapper."""
+    """A saved tensor that wraps others (a tensor subclass), taken apart."""
 
     wrapping: Wrapping
     tensors: list[Any]

@@ -1,4 +1,4 @@
-"""One call of a unit: bind its weights and run the block; in backward run it again, or walk the graph that was kept.
+"""Calls of units: a call binds weights and runs the block; backward runs it again, or walks the graph that was kept.
 
 [Note: the inner graph] The block runs on detached inputs, in the caller's grad mode, and builds a graph of its own.
 In the outer graph of the model ``UnitFunction`` stands for the whole block: inputs and foreign leaves go in, outputs

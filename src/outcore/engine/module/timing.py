@@ -1,4 +1,4 @@
-"""Times of a whole model's forward and backward: not all of it lies in units."""
+"""Times of a whole model's forward and backward, of which units are only a part."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Recompute: arguments, random numbers, attributes and modes as forward saw them, and checks that results agree."""
+"""Recompute: puts back arguments, random numbers, attributes and modes of forward, and checks that results agree."""

@@ -111,7 +111,7 @@ class PendingComparisons:
 
 
 class Repeats:
-    """Whether the recomputes of one unit repeat its forwards."""
+    """Checks that recomputes of one unit repeat its forwards."""
 
     def __init__(self, modules: Sequence[nn.Module], device: Device, doubts: PendingComparisons, where: str) -> None:
         """Args: modules: Modules of the unit. doubts: Comparisons of all units. where: Names the unit in errors."""

@@ -1,4 +1,4 @@
-"""Tries, before the first cut, whether the rows of a batch are computed each by itself, so that they can be cut."""
+"""Tries whether a module computes each row of a batch by itself, before the batch is cut for the first time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outcore.engine.recompute.structure import Structure, take_apart
 
 
 class RowIndependence:
-    """Checks whether the rows of one module are apart.
+    """Checks whether one module computes each row of a batch by itself.
 
     It refuses layers that mix rows, batches whose rows do not lie in the first dimension, and arguments that have as
     many elements there as there are rows, but no rows. Two rows run alone: first as they are, then with other values in

@@ -1,4 +1,4 @@
-"""Values by parameter: what faces of the engine read and write, without knowing units and homes."""
+"""Weights and states by parameter, for callers that know neither units nor homes."""
 
 from __future__ import annotations
 
