@@ -30,7 +30,7 @@ from outcore.engine.unit.recovery import Recovery
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.engine.updates.early_updates import EarlyUpdates
 from outcore.engine.updates.plain import PlainUpdates
-from outcore.engine.updates.streamed import Stepper, StreamedUpdates
+from outcore.engine.updates.streamed import StreamedUpdates
 from outcore.engine.updates.unit_update import Numbers, RuleSettings
 from outcore.engine.values.access import ValueAccess
 from outcore.engine.values.parameter_values import ParameterValues
@@ -90,7 +90,7 @@ class Engine:
         self.access = ValueAccess(self.opened.tiers, order.pools, device, self.weights, world)
         self.values = ParameterValues(self.places, self.access, has_optimizer=rule is not None)
         self.settings = RuleSettings(rule, self.values.spec)
-        self._stepper: Stepper = self._streamed_updates()
+        self._stepper: StreamedUpdates | PlainUpdates = self._streamed_updates()
         self.attached = Attached(self.model, self.units, self.opened, self.gradients)
 
     @property
@@ -175,7 +175,8 @@ class Engine:
         if self.access.world is not None:
             self.access.world.begin_step()
         with self.weights.saved.all_lent() if self.weights.saving else nullcontext():
-            steps = self._stepper.steps_of(hypers, self.attached.guard.refuse_if_adapted)  # before anything is done
+            # Before anything is done.
+            steps: Any = self._stepper.steps_of(hypers, self.attached.guard.refuse_if_adapted)
             with self._refusing_what_follows():
                 self._stepper.take(steps)
         self.calls.room.end_step()

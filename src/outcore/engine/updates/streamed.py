@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 
@@ -21,29 +20,6 @@ from outcore.engine.values.access import ValueAccess
 from outcore.engine.values.edits import let_masters_follow
 from outcore.optim.rules import Hyper, counts, said
 from outcore.order.updates import UpdateOrder
-
-
-class Stepper(Protocol):
-    """A way to make optimizer steps."""
-
-    def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> Any:
-        """Return what is to be done, for ``take``.
-
-        Args:
-            hypers: Settings by the id of the parameter. A parameter without settings keeps its gradient, as in a plain
-                loop.
-            on_missing: Called if a trained parameter has no gradient. May raise.
-
-        Raises:
-            UnsupportedError: The step cannot be made. Nothing has been done then.
-        """
-
-    def take(self, steps: Any) -> None:
-        """Update the parameters, or submit their updates."""
-
-    def forget(self) -> None:
-        """Let go of all memory, so that it can be given back."""
-
 
 _NONE: Mapping[str, float] = {}
 _Steps = tuple[Mapping[str, Mapping[int, GradHandle]], Mapping[int, Hyper]]
@@ -68,7 +44,13 @@ class StreamedUpdates:
         self._order, self._early, self._access, self._workers = order, early, access, workers
 
     def steps_of(self, hypers: Mapping[int, Hyper], on_missing: Callable[[], None]) -> _Steps:
-        """Return what is to be done. See ``Stepper``."""
+        """Return what is to be done, for ``take``.
+
+        Args:
+            hypers: Settings by the id of the parameter. A parameter without settings keeps its gradient, as in a plain
+                loop.
+            on_missing: Called if a trained parameter has no gradient. May raise.
+        """
         self._gradients.refuse_unfinished()
         held = {u.name: self._gradients.of[u.name].held_handles() for u in self._units}
         if any(len(held[u.name]) < u.num_trainable for u in self._units):
