@@ -37,17 +37,18 @@ from contestants import Layout, Streamed, batch_of, cap_device, device_memory, r
 from llama import add_shape_arguments, config_of, on_meta, shape_name
 from measuring import context, spread
 from picture import last_step, svg
-from plans import plan_in_time
 from rates import Machine, free_cached, measure_machine, time_passes
 from step import HYPER, STATES
 
 import outcore
+from outcore.api import plan_in_time
 from outcore.core.errors import OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes, parse_bytes
 from outcore.memory.limits import disk_free_bytes, host_free_bytes
 from outcore.model.partition import partition
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import Simulation
+from outcore.preparation.prepare_options import Options
 from outcore.spec.budget import Limits
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan
@@ -76,11 +77,13 @@ def lay_out(args: argparse.Namespace, limits: Limits, tokens: int) -> tuple[Layo
             _, plan, predicted = plan_in_time(
                 model := on_meta(config_of(args)),
                 torch.optim.AdamW(model.parameters(), **HYPER),
-                sample=batch_of(args, sequences),
-                budget=budget_of(args, limits),
-                accumulation_steps=tokens // args.seq_len // sequences,
-                clipping=not args.early,
-                device=args.device,
+                Options(
+                    sample=batch_of(args, sequences),
+                    budget=budget_of(args, limits),
+                    accumulation_steps=tokens // args.seq_len // sequences,
+                    clipping=not args.early,
+                    device=args.device,
+                ),
             )
             passes = time_passes(functools.partial(config_of, args), batch_of(args, sequences), args.device)
             return Layout(tokens, sequences, tokens // args.seq_len // sequences, passes), plan, predicted

@@ -12,10 +12,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from outcore.api import Prepared, prepare_in_loop
+from outcore.device.faults import Faults
 from outcore.memory.topology import read_topology
+from outcore.preparation.prepare_options import Options
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -23,6 +27,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     numbers = {"median": median, "quartile_1": low, "quartile_3": high, "min": min(values), "max": max(values)}
     return {name: float(f"{value:.4g}") for name, value in numbers.items()} | {"repetitions": len(values)}
+
+
+def prepare_slowed(model: torch.nn.Module, optimizer: Any, faults: Faults | None = None, **options: Any) -> Prepared:
+    """``outcore.prepare`` with lanes slowed down. Args: faults: Speeds of lanes. options: As for ``prepare``."""
+    return prepare_in_loop(model, optimizer, Options(**options), faults)
 
 
 def context(*packages: str) -> dict[str, object]:

@@ -34,8 +34,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from measuring import context, spread
-from plans import prepare_for_test
+from measuring import context, prepare_slowed, spread
 from torch import distributed, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -219,7 +218,7 @@ class Case:
         with (
             mock.patch.object(dear, "DEAR_FLOP_PER_BYTE", 0),  # so that a tiny product is selected
             tempfile.TemporaryDirectory(dir=self._args.disk) as folder,
-            prepare_for_test(
+            prepare_slowed(
                 model,
                 torch.optim.AdamW(model.parameters(), lr=1e-3),
                 faults=Faults(throttle=self.throttle, serial=serial),

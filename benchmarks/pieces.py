@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from measuring import context, spread
-from plans import prepare_for_test
+from measuring import context, prepare_slowed, spread
 from torch import nn
 
 from outcore.device.faults import Faults
@@ -88,7 +87,7 @@ def prepared(args: argparse.Namespace, pieces: int) -> Iterator[Any]:
     fetch_s = args.weights * args.milliseconds / 1e3
     throttle = {"h2d": cut.spec.units[-1].weight_bytes / fetch_s}
     options = {"plan": plan, "units": [Block], "device": "cpu", "micro_batches_in_unit": pieces}
-    with prepare_for_test(model, optimizer, faults=Faults(throttle=throttle), **options) as result:
+    with prepare_slowed(model, optimizer, faults=Faults(throttle=throttle), **options) as result:
         yield result
 
 

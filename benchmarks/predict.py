@@ -36,9 +36,8 @@ from typing import Any
 
 import torch
 from contestants import timed, warm_up
-from measuring import context
+from measuring import context, prepare_slowed
 from overlap import BACKWARD, FORWARD, STATES, Block, Row, Setting, paces, plan_for
-from plans import prepare_for_test
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -75,7 +74,7 @@ def steps_s(
 ) -> list[float]:
     """Seconds of real steps, from the end of one ``step()`` to that of the next."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    with prepare_for_test(model, optimizer, plan=plan, budget=outcore.Budget(disk=folder), **options) as prepared:
+    with prepare_slowed(model, optimizer, plan=plan, budget=outcore.Budget(disk=folder), **options) as prepared:
         model, optimizer = prepared
 
         def step() -> None:
