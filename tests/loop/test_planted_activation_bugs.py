@@ -23,6 +23,7 @@ from outcore.engine.activations.offloaded_call import OffloadedCall, StoragePack
 from outcore.engine.activations.room import SharedArguments
 from outcore.model import expensive_operations as dear
 from outcore.order.activations import ActivationOrder, SavedCall
+from outcore.order.ledger import HomeParts
 from outcore.planner.homes.pools import LEAST
 
 from .rig import DEVICE, WIDTH, Tower, adamw, assert_same, batch, make, seen
@@ -105,11 +106,11 @@ def freed_before_the_copy_left(real: Any, order: ActivationOrder[Any]) -> None:
     real(order)
     leaving = order._leaving
     if leaving is not None and leaving.saved.is_held:
-        leaving.saved.let_go()
+        leaving.saved.close()
         leaving.saved._device.host_access("freed", writes=[leaving.source.memory.region])
 
 
-def home_given_away(real: Any, order: ActivationOrder[Any], home: Any) -> Any:
+def home_given_away(real: Any, parts: HomeParts[Any], home: Any, is_needed: Any) -> Any:
     yield 0, home.nbytes
 
 
@@ -134,7 +135,7 @@ BUGS: dict[str, Plant] = {
     "two storages lie over one another": planted(StoragePacker, "_take", one_over_another),
     "a storage is freed before the copy left": planted(ActivationOrder, "begin_forward", freed_before_the_copy_left),
     "a slot is given back before its use": planted(ActivationOrder, "end_backward", given_back_as_brought),
-    "a home is given away that a backward needs": planted(ActivationOrder, "_gaps", home_given_away),
+    "a home is given away that a backward needs": planted(HomeParts, "gaps", home_given_away),
     "another call's bytes come back": planted(ActivationOrder, "_carry", brought_from_another_home),
     "nothing is copied": planted(OffloadedCall, "leave", never_copied),
     "what was lent lies where the call's own bytes are": planted(

@@ -188,7 +188,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         take_edits(found[0], engine.access)
         engine.access.write_weight(*found, loading.read(tensor))
         let_masters_follow(found[0], engine.access)  # at once: what compact masters keep until then would add up
-    loading.forget()
+    loading.close()
 
 
 def _load_adapters(model: nn.Module, directory: str | Path) -> None:

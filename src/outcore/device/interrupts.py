@@ -67,9 +67,9 @@ class InterruptsInBackward:
             return
         if signal.getsignal(signal.SIGINT) == self._handle:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Close the pipe. A forked child does only this: its parent's signals are not its own."""
         ends, self._ends = self._ends, None
         if ends is None:
@@ -88,7 +88,7 @@ class InterruptsInBackward:
         self._ends = read, write
         if found != -1:
             signal.set_wakeup_fd(found)
-            self.forget()
+            self.clear()
 
     def _drain(self) -> bool:
         """Whether a Ctrl-C is among the bytes written to the pipe since the last call."""
@@ -113,4 +113,4 @@ def _main_thread_is_in_autograd() -> bool:
 
 
 IN_BACKWARD = InterruptsInBackward()
-os.register_at_fork(after_in_child=IN_BACKWARD.forget)
+os.register_at_fork(after_in_child=IN_BACKWARD.clear)

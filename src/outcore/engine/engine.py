@@ -122,7 +122,7 @@ class Engine:
         numbers = Numbers(self.access)
         early = EarlyUpdates(opened.order.out_of_place, self.access, opened.workers, self.settings.now, numbers)
         self.gradients.on_last = early.attempt
-        self.run.parts += [early.reset, opened.order.activations.reset, opened.order.pools.reclaim]
+        self.run.parts += [early.clear, opened.order.activations.clear, opened.order.pools.clear]
         return StreamedUpdates(self.units, self.gradients, self.weights, order, early, self.access, opened.workers)
 
     def attach(self, values: Callable[[Unit], Values], compiling: Compiling | None = None) -> None:
@@ -228,12 +228,12 @@ class Engine:
 
     def _forget(self) -> None:
         for unit in self.units:
-            unit.forget()
-        self.weights.forget()
-        self.opened.order.activations.let_go()
-        self.opened.order.pools.let_go()
-        self._stepper.forget()
-        self.access.forget()
+            unit.close()
+        self.weights.close()
+        self.opened.order.activations.close()
+        self.opened.order.pools.close()
+        self._stepper.close()
+        self.access.close()
 
 
 class _Absence:

@@ -161,7 +161,7 @@ class EngineSaves:
         """Return work for the lane. An error in it fails the save, not the training."""
         save.num_pieces += 1
 
-        def deed() -> None:
+        def function() -> None:
             if save.error is not None:
                 return
             try:
@@ -172,7 +172,7 @@ class EngineSaves:
             except Exception as error:
                 save.fail(error)
 
-        return deed
+        return function
 
     def last(
         self,

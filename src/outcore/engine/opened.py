@@ -119,7 +119,7 @@ class Opened:
 
 
 def _all_gathers(world: World, ledgers: Sequence[Ledger[Handle]]) -> Callable[..., Callable[[], None]]:
-    """Return what makes the deed that fills a slot with cut weights, see [Note: cut fetches]. A collective."""
+    """Return what makes the function that fills a slot with cut weights, see [Note: cut fetches]. A collective."""
     cuts = [ledger.cut for ledger in ledgers if ledger.cut.num_sharers > 1]
     for num_sharers in sorted({cut.num_sharers for cut in cuts if cut.is_cut or cut.num_copies > 1}):
         world.open_groups(num_sharers)

@@ -185,8 +185,8 @@ class StreamedWeights:
     def _reset(self) -> None:
         """Take back slots and parameters that no running call uses. See [Note: cut short]."""
         called = [index for index, _, _ in self.calls]
-        self._order.on_device.reset(called)
-        self._order.on_host.reset(())
+        self._order.on_device.clear(called)
+        self._order.on_host.clear(())
         for i, unit in enumerate(self._units):
             presence = unit.presence
             presence.num_calls = called.count(i)
@@ -226,9 +226,9 @@ class StreamedWeights:
         self._cursor.restart(self._held())
         self._make_due()
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Let go of all memory, so that it can be given back."""
-        self._order.let_go()
+        self._order.close()
 
     def _held(self) -> HeldUnits:
         return HeldUnits(tuple(self._order.on_device.holders), tuple(self._order.on_host.holders))

@@ -25,7 +25,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 
 from outcore.core.quantities import PAGE_BYTES
 from outcore.order.ledger import ByteSpan, H, Home, HomeParts, Ledger, TakenSlot, newest
-from outcore.order.port import Deed, Port, Work
+from outcore.order.port import Port, Work, WorkFunction
 from outcore.order.slots import Pools
 from outcore.spec.lane_names import Lane
 
@@ -44,10 +44,10 @@ class SavedActivations(Protocol):
     def is_wanted(self) -> bool:
         """Return whether a backward can still need them."""
 
-    def leave(self, target: ByteSpan) -> Deed:
+    def leave(self, target: ByteSpan) -> WorkFunction:
         """Copy them off the device."""
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Free the memory on the device, since they are home."""
 
     def give_up(self) -> None:
@@ -168,7 +168,7 @@ class ActivationOrder(Generic[H]):
         leaving, self._leaving = self._leaving, last
         if leaving is not None and leaving.left is not None and leaving.saved.is_held:
             self._port.wait("activations left", leaving.left, frees=[leaving.source.span()])
-            leaving.saved.let_go()
+            leaving.saved.close()
 
     def end_forward(self, unit: Ledger[H], saved: SavedActivations, loans: Sequence[Loan[H]] = ()) -> SavedCall[H]:
         """End a call and give what it saved a home. Args: loans: Parts that other calls have sent away."""
@@ -222,15 +222,15 @@ class ActivationOrder(Generic[H]):
             self._leaving = None
             call.saved.give_up()
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Forget what was on its way. Nothing is in flight, and slots have been reclaimed. See [Note: cut short]."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None and leaving.left is not None:
-            leaving.saved.let_go()
+            leaving.saved.close()
         for call in self._calls.values():
             call.place = call.came = call.staged = call.at_hand = None
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Forget everything, so that memory can be given back."""
         self._calls.clear()
         self._parts.clear()
@@ -257,7 +257,7 @@ class ActivationOrder(Generic[H]):
 
     def _give(self, call: SavedCall[H], last_use: H | None) -> None:
         if call.place is not None and last_use is not None:
-            self._pools.give(call.place, last_use, Lane.H2D)
+            self._pools.give_back(call.place, last_use, Lane.H2D)
         call.place = call.came = None
 
     def _send(self, call: SavedCall[H]) -> None:
@@ -295,7 +295,7 @@ class ActivationOrder(Generic[H]):
                 work=Work(is_due=is_due),
             )
             taken.slot.free_after = newest([*taken.slot.free_after, call.left])  # the write alone may be skipped
-            self._pools.give_kept(taken, home, call.left, home_written)
+            self._pools.give_back_kept(taken, home, call.left, home_written)
         home.perhaps_written_by(home_written)
 
     def _bring(self, call: SavedCall[H], place: TakenSlot[H]) -> None:
@@ -379,5 +379,5 @@ class ActivationOrder(Generic[H]):
 
     def _give_staged(self, call: SavedCall[H]) -> None:
         if call.staged is not None and call.at_hand is not None:
-            self._pools.give(call.staged, call.at_hand, Lane(call.at_hand.lane))
+            self._pools.give_back(call.staged, call.at_hand, Lane(call.at_hand.lane))
         call.staged = call.at_hand = None

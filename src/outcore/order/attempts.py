@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, Protocol
 
 from outcore.order.ledger import ByteSpan, H, Ledger
-from outcore.order.port import Deed, Port, Work
+from outcore.order.port import Port, Work, WorkFunction
 from outcore.order.slots import Pools
 from outcore.order.supply import Supply
 from outcore.spec.lane_names import Lane
@@ -87,7 +87,7 @@ class Attempts:
             self._num_left_out = max(self._num_left_out + more, 0)
             self._num_before, self._num = self._num, 0
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Forget the attempts of a step that was cut short."""
         self._num, self._last = 0, None
 
@@ -97,7 +97,7 @@ class EarlyWork(Protocol):
 
     def out_of_place(
         self, grads: ByteSpan, new: tuple[ByteSpan | None, ByteSpan], old: tuple[ByteSpan | None, ByteSpan | None]
-    ) -> Deed:
+    ) -> WorkFunction:
         """Make new states and weights from old ones."""
 
     def is_due(self) -> bool:
@@ -134,7 +134,7 @@ class OutOfPlaceUpdates(Generic[H]):
         if new_states is not None and old is not None and old.taken is None:
             after |= {"next states read": unit.next_states.readers}
         new_weights = unit.next_weights.span()
-        deed = work.out_of_place(grads.span, (new_states, new_weights), (old_states, old_weights))
+        function = work.out_of_place(grads.span, (new_states, new_weights), (old_states, old_weights))
         updated = self._port.submit(
             Lane.UPDATE,
             "update early",
@@ -142,7 +142,7 @@ class OutOfPlaceUpdates(Generic[H]):
             reads=reads,
             writes=[new_weights, *([] if new_states is None else [new_states])],
             after=after,
-            work=Work(deed, is_due=is_due),
+            work=Work(function, is_due=is_due),
         )
         self._supply.give_back_gradients(unit, grads, updated)
         unit.states.read_by(updated)
@@ -154,4 +154,4 @@ class OutOfPlaceUpdates(Generic[H]):
 
     def forget_attempt(self, unit: Ledger[H]) -> None:
         """Forget copies in slots of what an early update made, since it is not wanted."""
-        self._pools.forget(unit.next_states)
+        self._pools.invalidate(unit.next_states)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol
 
 from outcore.order.ledger import After, ByteSpan, Dependency, H, Ledger, TakenSlot
-from outcore.order.port import Deed, Port, Work
+from outcore.order.port import Port, Work, WorkFunction
 from outcore.order.slots import Pools, SlotPool
 from outcore.order.supply import Supply
 from outcore.spec.lane_names import Lane
@@ -28,7 +28,7 @@ class GradientWork(Protocol):
     def nbytes(self) -> int:
         """Bytes of gradients that the pass gave."""
 
-    def leave(self, target: ByteSpan) -> Deed:
+    def leave(self, target: ByteSpan) -> WorkFunction:
         """Copy them to host memory as autograd made them."""
 
     def landed(self) -> None:
@@ -37,7 +37,7 @@ class GradientWork(Protocol):
     def add_on_device(self) -> None:
         """Add them at once to the sums that live on the device."""
 
-    def add_on_host(self, landing: ByteSpan, target: ByteSpan) -> Deed:
+    def add_on_host(self, landing: ByteSpan, target: ByteSpan) -> WorkFunction:
         """Add what landed to the sums at home."""
 
 
@@ -47,10 +47,10 @@ class SharedWork(Protocol):
     def put_in(self, bucket: ByteSpan) -> None:
         """Let compute put into a bucket what is not there yet."""
 
-    def exchange(self, bucket: ByteSpan, received: ByteSpan) -> Deed:
+    def exchange(self, bucket: ByteSpan, received: ByteSpan) -> WorkFunction:
         """Send every rank its run of the bucket, and receive this rank's run of all buckets, in rank order."""
 
-    def add_runs(self, received: ByteSpan, target: ByteSpan) -> Deed:
+    def add_runs(self, received: ByteSpan, target: ByteSpan) -> WorkFunction:
         """Add the runs of all ranks to the sums of earlier passes, in rank order."""
 
 
@@ -123,7 +123,7 @@ class GradientOrder(Generic[H]):
             source, landed = landed, free.slot.span(unit.spec.bucket_bytes)
             ready: After[H] = {"gradients exchanged": exchanged, "landing free": free.slot.free_after}
             arrived = self._port.submit(Lane.D2H, "gradients of", unit, reads=[source], writes=[landed], after=ready)
-            self._pools.give(received, arrived, Lane.D2H)
+            self._pools.give_back(received, arrived, Lane.D2H)
         if home.tier == "disk":
             fetched = self._supply.room_for_gradients(unit) if is_first else self._supply.fetch_gradients(unit)
             target, after = fetched.span, dict(fetched.after)
@@ -136,7 +136,7 @@ class GradientOrder(Generic[H]):
             after={"gradients landed": arrived, **after},
             work=Work(work.add_runs(landed, target)),
         )
-        self._pools.give(free, added, lane)
+        self._pools.give_back(free, added, lane)
         if fetched is None or fetched.taken is None:
             home.written_by(added)
         else:
@@ -170,7 +170,7 @@ class GradientOrder(Generic[H]):
             after={"gradients exchanged": exchanged, **ready},
             work=Work(work.add_runs(source, sums)),
         )
-        self._pools.give(received, added, Lane.DEVICE_UPDATE)
+        self._pools.give_back(received, added, Lane.DEVICE_UPDATE)
         sent = self._port.submit(
             Lane.D2H,
             "gradients of",
@@ -180,7 +180,7 @@ class GradientOrder(Generic[H]):
             after={"gradients added up": added, **home.before_write()},
         )
         home.written_by(sent)
-        self._pools.give(taken, sent, Lane.D2H)
+        self._pools.give_back(taken, sent, Lane.D2H)
 
     def _exchange(
         self, unit: Ledger[H], work: SharedWork, make_room: Callable[[SlotPool[H]], None]
@@ -206,13 +206,13 @@ class GradientOrder(Generic[H]):
         self._give_bucket(unit, exchanged)
         return taken, exchanged
 
-    def let_go(self, unit: Ledger[H]) -> None:
+    def give_back(self, unit: Ledger[H]) -> None:
         """Give the unit's bucket back after compute has taken out what was in it."""
         self._give_bucket(unit, self._port.mark("gradients taken out", unit))
 
     def _give_bucket(self, unit: Ledger[H], last_use: H) -> None:
         if unit.bucket is not None:
-            self._pools.give(unit.bucket, last_use, Lane.REDUCE)
+            self._pools.give_back(unit.bucket, last_use, Lane.REDUCE)
             unit.bucket = None
 
     def _copy_out(self, unit: Ledger[H], work: GradientWork, target: ByteSpan, after: After[H]) -> H:
@@ -228,7 +228,7 @@ class GradientOrder(Generic[H]):
         )
         if unit.bucket is not None:
             pool, slot = unit.bucket
-            pool.give(slot, [copied, self._port.freed(slot, Lane.D2H)])
+            pool.give_back(slot, [copied, self._port.freed(slot, Lane.D2H)])
             unit.bucket = None
         return copied
 
@@ -242,7 +242,7 @@ class GradientOrder(Generic[H]):
             work.landed()
         else:
             added = self._add_on_host(unit, work, landing, landed)
-            taken.pool.give(taken.slot, [added, self._port.freed(taken.slot, Lane.UPDATE)])
+            taken.pool.give_back(taken.slot, [added, self._port.freed(taken.slot, Lane.UPDATE)])
 
     def _add_on_host(self, unit: Ledger[H], work: GradientWork, landing: ByteSpan, landed: H) -> H:
         home, fetched = unit.gradients, None
@@ -276,4 +276,4 @@ class GradientOrder(Generic[H]):
             after={"gradients at hand": made, **home.before_write()},
         )
         home.written_by(written)
-        self._pools.give_kept(taken, home, made, written)
+        self._pools.give_back_kept(taken, home, made, written)

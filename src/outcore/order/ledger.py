@@ -176,7 +176,7 @@ class Ledger(Generic[H]):
         """All homes but those of activations."""
         return self.weights, self.gradients, self.states, self.next_weights, self.next_states
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Forget where the bytes are, so that their memory can be given back."""
         for home in (*self.homes, *self.activations):
             home.memory = None

@@ -11,14 +11,14 @@ from outcore.spec.lane_names import Lane
 from outcore.spec.schedule import Kind
 
 Answer = Callable[[], bool]
-Deed = Callable[[], object] | None
+WorkFunction = Callable[[], object] | None
 """The function that an operation runs. None for a copy, which the port makes itself, and on paper."""
 
 
 class Work(NamedTuple):
     """What an operation does, and whether it does it."""
 
-    deed: Deed = None
+    function: WorkFunction = None
     """Function that the operation runs.
     None: a copy, from each span in ``reads`` to the span at the same index in ``writes``."""
     moved: int | None = None

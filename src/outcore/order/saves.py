@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outcore.order.ledger import ByteSpan, H, Home, Ledger
-from outcore.order.port import Deed, Port, Work
+from outcore.order.port import Port, Work, WorkFunction
 from outcore.spec.lane_names import Lane
 
 
 def save_homes(
-    port: Port[H], homes: Sequence[tuple[Ledger[H], Home[H]]], spans: Sequence[ByteSpan], deed: Deed
+    port: Port[H], homes: Sequence[tuple[Ledger[H], Home[H]]], spans: Sequence[ByteSpan], function: WorkFunction
 ) -> None:
-    """Submit a deed that saves something made of bytes of some homes.
+    """Submit an operation that saves something made of bytes of some homes.
 
     Args:
         port: Port that takes the operation.
         homes: The homes, each with its unit.
         spans: Bytes of these homes that are saved.
-        deed: Function that copies the bytes.
+        function: Function that copies the bytes.
     """
     after: dict[str, list[H | None]] = {}
     for unit, home in homes:
@@ -39,7 +39,7 @@ def save_homes(
         reads=[span for span in spans if span.nbytes],
         writes=[],
         after=after,
-        work=Work(deed, moved=moved),
+        work=Work(function, moved=moved),
     )
     for _, home in homes:
         home.read_by(saved)

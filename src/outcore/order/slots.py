@@ -4,7 +4,7 @@
 is taken for something else. Bytes that are still in a slot are not read again. ``step()`` begins with the units whose
 states are still in slots, unless the plan says otherwise (``Plan.kept_updated_first``). The gradients that came last
 are taken from the slots in which they landed, and so are the activations of the last forwards.
-Any other write to that home on disk makes the copy worthless (``Pools.forget``).
+Any other write to that home on disk makes the copy worthless (``Pools.invalidate``).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class SlotPool(Generic[H]):
         idle = list(self._idle)[min(1, len(self.slots) - 1) :]
         return [slot.kept for slot in idle if slot.kept is not None]
 
-    def give(self, slot: Slot[H], free_after: Iterable[H | None]) -> None:
+    def give_back(self, slot: Slot[H], free_after: Iterable[H | None]) -> None:
         """Give a slot back. Whatever is written to it next must wait for ``free_after``."""
         slot.free_after = [handle for handle in free_after if handle is not None]
         self._idle.append(slot)
 
-    def reclaim(self) -> None:
+    def clear(self) -> None:
         """Take all slots back from their holders and forget what they hold. Nothing may be in flight."""
         for slot in self.slots:
             slot.free_after, slot.kept, slot.kept_after = [], None, None
@@ -138,15 +138,15 @@ class Pools(Generic[H]):
                 return TakenSlot(pool, slot)
         return None
 
-    def give(self, taken: TakenSlot[H], last_use: H, lane: Lane) -> None:
+    def give_back(self, taken: TakenSlot[H], last_use: H, lane: Lane) -> None:
         """Give a slot back after its last use, on a lane. It keeps no copy."""
         pool, slot = taken
         free_after = newest([*slot.free_after, last_use])  # an earlier copy in it may still be on its way to disk
         slot.kept = slot.kept_after = None
         free = self._port.freed(slot, lane, {"slot free": free_after})
-        pool.give(slot, free_after if free is None else [free])
+        pool.give_back(slot, free_after if free is None else [free])
 
-    def give_kept(self, taken: TakenSlot[H], home: Home[H], made: H, written: H) -> None:
+    def give_back_kept(self, taken: TakenSlot[H], home: Home[H], made: H, written: H) -> None:
         """Give back a slot that keeps a copy of what was written from it to disk. Older copies are forgotten.
 
         Args:
@@ -155,19 +155,19 @@ class Pools(Generic[H]):
             made: Operation that made these bytes.
             written: Operation that wrote them.
         """
-        self.forget(home)
+        self.invalidate(home)
         pool, slot = taken
         slot.kept, slot.kept_after = home, made
-        pool.give(slot, newest([*slot.free_after, written]))  # a skipped write does not wait for ``free_after``
+        pool.give_back(slot, newest([*slot.free_after, written]))  # a skipped write does not wait for ``free_after``
 
-    def forget(self, home: Home[H]) -> None:
+    def invalidate(self, home: Home[H]) -> None:
         """Forget copies of a home on disk, because its bytes change."""
         for slots in self.planned:
             for slot in slots:
                 if slot.kept is home:
                     slot.kept = slot.kept_after = None
 
-    def reclaim(self) -> None:
+    def clear(self) -> None:
         """Take all slots back; nothing may be in flight.
 
         Slots for weights are left alone: they are never taken from a pool, but stay with the unit that they hold.
@@ -175,9 +175,9 @@ class Pools(Generic[H]):
         for (_, kind), pools in self._pools.items():
             if kind != "weights":
                 for pool in pools:
-                    pool.reclaim()
+                    pool.clear()
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Forget all slots, so that their memory can be given back."""
         self._pools.clear()
         self.planned.clear()

@@ -132,7 +132,7 @@ class Supply(Generic[H]):
         if grads.taken is None:
             unit.gradients.read_by(done)
         else:
-            self._pools.give(grads.taken, done, Lane.UPDATE)
+            self._pools.give_back(grads.taken, done, Lane.UPDATE)
 
     def write_states(
         self,
@@ -167,5 +167,5 @@ class Supply(Generic[H]):
             after={"states updated": done, "states read": read},
             work=Work(is_due=is_due, is_wanted=is_wanted),
         )
-        self._pools.give_kept(states.taken, home, done, written)
+        self._pools.give_back_kept(states.taken, home, done, written)
         written_by(written)

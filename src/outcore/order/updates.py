@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, Protocol
 
 from outcore.order.ledger import ByteSpan, H, Home, Ledger, newest
-from outcore.order.port import Deed, Port, Work
+from outcore.order.port import Port, Work, WorkFunction
 from outcore.order.slots import Pools
 from outcore.order.supply import Supply
 from outcore.order.weights import WeightOrder
@@ -47,16 +47,16 @@ class UpdateWork(Protocol[H]):
     def at_once(self, grads: ByteSpan, states: ByteSpan, weights: ByteSpan, scratch: ByteSpan) -> None:
         """Update on compute."""
 
-    def in_place(self, grads: ByteSpan, states: ByteSpan | None, weights: ByteSpan, *, is_slot: bool) -> Deed:
+    def in_place(self, grads: ByteSpan, states: ByteSpan | None, weights: ByteSpan, *, is_slot: bool) -> WorkFunction:
         """Update in host memory. Args: is_slot: New weights pass through a slot, all of which is copied home."""
 
-    def staged(self, grads: ByteSpan, states: ByteSpan, weights: ByteSpan, scratch: ByteSpan) -> Deed:
+    def staged(self, grads: ByteSpan, states: ByteSpan, weights: ByteSpan, scratch: ByteSpan) -> WorkFunction:
         """Update in the given parts of a staging slot. All new weights are copied home, also those not updated."""
 
     def weights_sent(self) -> None:
         """Note that new weights are on their way to the device."""
 
-    def gather(self, weights: ByteSpan) -> Deed:
+    def gather(self, weights: ByteSpan) -> WorkFunction:
         """Send this rank's new run to all ranks that have the same runs, and receive theirs."""
 
 
@@ -74,7 +74,7 @@ class UpdateOrder(Generic[H]):
         self,
         units: Iterable[Ledger[H]],
         work_of: Callable[[Ledger[H]], UpdateWork[H] | None],
-        meet: Deed = None,
+        meet: WorkFunction = None,
     ) -> None:
         """Submit all updates of a step.
 
@@ -106,7 +106,7 @@ class UpdateOrder(Generic[H]):
             else:
                 self._on_host(unit, work)
 
-    def _begin(self, meet: Deed) -> None:
+    def _begin(self, meet: WorkFunction) -> None:
         """Submit a meeting, after which no rank reads old weights in shared copies. See [Note: one copy]."""
         homes = [unit.weights for unit in self._shared]
         used = newest(handle for home in homes for handle in (home.ready, *home.readers) if handle is not None)
@@ -173,7 +173,7 @@ class UpdateOrder(Generic[H]):
             unit.weights.written_by(done)
             return
         lane = Lane.WRITE_BACK if unit.weights.tier == "device" else Lane.DISK_WRITE
-        self._pools.give(target.taken, self._send_weights(unit, target.span, done, work), lane)
+        self._pools.give_back(target.taken, self._send_weights(unit, target.span, done, work), lane)
 
     def _gathered(self, unit: Ledger[H], new: ByteSpan, done: H, work: UpdateWork[H]) -> H:
         """Complete new weights, of which this rank has made only its own run, with the runs of other ranks.
@@ -250,7 +250,7 @@ class UpdateOrder(Generic[H]):
             updated = self._gathered(unit, weights, updated, work)
         left = self._take_home(unit, states, weights, updated, work)
         free = self._port.freed(taken.slot, Lane.DEVICE_UPDATE, {"staged bytes home": left})
-        taken.pool.give(taken.slot, [*left, free])
+        taken.pool.give_back(taken.slot, [*left, free])
 
     def _bring(self, unit: Ledger[H], free_after: list[H], states: ByteSpan, grads: ByteSpan, weights: ByteSpan) -> H:
         """Copy to the device what the update reads: states, gradients in host memory, weights that it starts from."""

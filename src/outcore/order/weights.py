@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Generic
 
 from outcore.order.ledger import After, ByteSpan, Dependency, H, Ledger, Slot, newest
-from outcore.order.port import Deed, Port, Work
+from outcore.order.port import Port, Work, WorkFunction
 from outcore.order.slots import Pools
 from outcore.spec.lane_names import Lane
 from outcore.spec.schedule import Phase
@@ -43,7 +43,7 @@ class WeightSlots(Generic[H]):
         slot, self.holders[index] = self.slots[index], unit
         slot.ready, slot.free_after = ready, []
 
-    def reset(self, kept: Container[int]) -> None:
+    def clear(self, kept: Container[int]) -> None:
         """Forget all contents but those of the given units. Nothing may be in flight. See [Note: cut short]."""
         for i, slot in enumerate(self.slots):
             if self.holders[i] not in kept:
@@ -69,9 +69,9 @@ class WeightOrder(Generic[H]):
         self.units, self._port = units, port
         self.on_device = WeightSlots(pools.slots("device", "weights"), port, "slot free")
         self.on_host = WeightSlots(pools.slots("host", "weights"), port, "staging free")
-        self.all_gather: Callable[[Ledger[H], ByteSpan, ByteSpan], Deed] = _on_paper
-        """Unit, home, slot -> deed that fills the slot with the runs of all sharers. This rank's runs are in the home
-        if that is on the device, else in the slot."""
+        self.all_gather: Callable[[Ledger[H], ByteSpan, ByteSpan], WorkFunction] = _on_paper
+        """Unit, home, slot -> function that fills the slot with the runs of all sharers.
+        This rank's runs are in the home if that is on the device, else in the slot."""
 
     def fetch(self, index: int, place: int) -> None:
         """Bring weights into a device slot, whatever it holds. Weights whose home is disk must be in a host slot."""
@@ -163,7 +163,7 @@ class WeightOrder(Generic[H]):
             self.units[holder].slot = None
         self.on_device.vacate(place)
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Forget all slots, so that their memory can be given back."""
         self.on_device.slots.clear()
         self.on_host.slots.clear()

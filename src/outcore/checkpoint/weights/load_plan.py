@@ -100,7 +100,7 @@ class LoadPlan:
                 "training diverged"
             )
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Release the group that was read last."""
         self._made = None
 

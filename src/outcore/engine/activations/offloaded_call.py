@@ -304,7 +304,7 @@ class OffloadedCall:
 
         return copy
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """See ``order.activations.SavedActivations``."""
         self.is_held = False
         self._is_changed, self._returned = self._has_changed(), []
@@ -314,7 +314,7 @@ class OffloadedCall:
         """See ``order.activations.SavedActivations``."""
         for storage in self.packing.storages.values():
             self._device.hand_over(storage.memory, Lane.D2H)
-        self.let_go()
+        self.close()
 
     # What the call does. It keeps the ``SavedCall``: kept here, the two would keep each other and the memory alive.
 

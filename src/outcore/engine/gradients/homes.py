@@ -103,7 +103,7 @@ class GradientHomes:
         yield copy
         if is_write:
             self._tiers.store().write(home.memory, copy.bytes)
-            self._pools.forget(home)
+            self._pools.invalidate(home)
 
     def _wait(self, after: After[Handle]) -> None:
         for label, dependency in after.items():

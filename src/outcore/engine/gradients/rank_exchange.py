@@ -100,7 +100,7 @@ class RankExchange:
         for gradients in self._turns.order:
             if gradients.open is not None and not is_running:
                 gradients.open = None
-                self._order.let_go(gradients.unit.ledger)
+                self._order.give_back(gradients.unit.ledger)
 
     @property
     def _is_kept(self) -> bool:
@@ -117,7 +117,7 @@ class RankExchange:
         current.take_over()
         views = unit.views.native(unit.ledger.bucket.slot.span(unit.spec.bucket_bytes).memory)
         current.loose = {i: views[i].clone(memory_format=torch.preserve_format) for i in current.present}
-        self._order.let_go(unit.ledger)
+        self._order.give_back(unit.ledger)
 
     def come(self, gradients: UnitGradients, number: int) -> None:
         """Let a unit take its turn, or wait for it: all its gradients are there. Args: number: The pass's."""

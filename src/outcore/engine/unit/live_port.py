@@ -42,16 +42,16 @@ class LivePort:
     ) -> Handle:
         """Queue an operation at the end of a lane, and count the bytes that it moves."""
         sources, targets = list(map(_memory, reads)), list(map(_memory, writes))
-        deed, moved, is_due = work.deed, work.moved, work.is_due
-        if deed is None:
-            deed = self._copy(sources, targets, work.is_wanted, gives_way=lane in GIVING_WAY)
+        function, moved, is_due = work.function, work.moved, work.is_due
+        if function is None:
+            function = self._copy(sources, targets, work.is_wanted, gives_way=lane in GIVING_WAY)
             moved = sum(map(_nbytes, writes))
         if moved is not None:
             is_due = self._traffic.add(lane, moved, is_due)
         return self._device.submit(
             lane,
             f"{kind} {unit.name}",
-            deed,
+            function,
             reads=list(map(_region, sources)),
             writes=list(map(_region, targets)),
             after=after,

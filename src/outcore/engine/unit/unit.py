@@ -81,11 +81,11 @@ class Unit:
         else:
             self.presence.show(self.views.weights(buffer))
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Let go of all memory, so that it can be given back."""
-        self.views.forget()
-        self.presence.forget()
-        self.ledger.let_go()
+        self.views.close()
+        self.presence.close()
+        self.ledger.close()
 
 
 class Beneath(enum.Enum):
@@ -213,7 +213,7 @@ class Presence:
         """Return what differs after each edit of gathered parameters. Empty before the first one, and outside."""
         return self.watch.edits_since_gathered() if self.now is Beneath.GATHERED else ()
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Let go of all memory, so that it can be given back."""
         self._nothing.clear()
 

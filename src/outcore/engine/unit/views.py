@@ -96,7 +96,7 @@ class Views:
         state = self._states[name]
         return self._once(name, buffer, lambda: _flat_views(state.parts, buffer.part(state.start, state.stop)))
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Let go of all memory, so that it can be given back."""
         self._made.clear()
 

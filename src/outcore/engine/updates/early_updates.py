@@ -58,7 +58,7 @@ class _EarlyAttempt(Attempt):
         """Return False once ``step()`` has asked for something else. What has not begun by then does nothing."""
         return self._is_wanted
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Give the attempt up, since it is not wanted."""
         self.settle()
         self._is_wanted = False
@@ -179,17 +179,17 @@ class EarlyUpdates:
             self._device.wait("clip factor copied", copied)
         return all(bool(factor == 1) for factor in factors.values())
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Forget all attempts. See [Note: cut short]."""
         while self._attempts:
-            self._attempts.popitem()[1].forget()
+            self._attempts.popitem()[1].close()
         if self._of_step is not None:
-            self._of_step.reset()
+            self._of_step.clear()
 
     def _drop(self, unit: Unit) -> None:
         attempt = self._attempts.pop(unit.name, None)
         if attempt is not None:
-            attempt.forget()
+            attempt.close()
             self._order.forget_attempt(unit.ledger)
 
 

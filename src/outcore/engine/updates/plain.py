@@ -158,7 +158,7 @@ class PlainUpdates:
             found = self._states[id(param)] = {name: shaped(spec, view) for name, view in views.items()}
         return found
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Let go of all memory, so that it can be given back. A backward through saved weights raises after that."""
         self._is_closed = True
         self._states.clear()

@@ -88,7 +88,7 @@ class StreamedUpdates:
         settings = [said(hypers[id(p)]) for u in self._units for p in u.params if id(p) in hypers]
         return f"{facts} {settings}"
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Do nothing, since no memory is held."""
 
     def _update_of(

@@ -66,7 +66,7 @@ class HomeAccess:
         self._wait(home)
         self._device.host_access("write to disk", writes=[part.region])
         self._tiers.store().write(part, source.detach().cpu())
-        self._pools.forget(home)
+        self._pools.invalidate(home)
 
     def _wait(self, home: Home[Handle]) -> None:
         for label, dependency in home.before_read().items():
@@ -250,7 +250,7 @@ class ValueAccess:
         """Let a master be what is written now, which is later than any edit."""
         self.edited.get(unit.name, {}).pop(index, None)
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Let go of all memory."""
         self.edited.clear()
 

@@ -215,7 +215,7 @@ class _Steps:
         if self._turns is not None:  # as in ``RankExchange``
             taken = (u for u in self._turns.order if u.bucket is not None and u.bucket.pool is pool)
             unit = next(taken)
-            self._gradients.let_go(unit)
+            self._gradients.give_back(unit)
             self._progress[unit.index].is_loose = True
             return
         self._send(next(u for u in self._reached.values() if u.bucket is not None and u.bucket.pool is pool))
@@ -302,11 +302,11 @@ class _PaperActivations:
     def leave(self, target: ByteSpan) -> None:
         """Do nothing."""
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Note that the device holds them no longer."""
         self.is_held = False
 
-    give_up = let_go
+    give_up = close
 
 
 class _Nothing:
