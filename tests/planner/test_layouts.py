@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from outcore.core.quantities import ALIAS_BYTES
 from outcore.spec.layout import lay_out_states
-from outcore.spec.model import ALIAS_BYTES, ParamSpec, StateForm, UnitSpec
+from outcore.spec.model import ParamSpec, StateForm, UnitSpec
 
 
 def unit(*numels, update_dtype="float32"):

@@ -80,7 +80,6 @@ def params_by_name(engine: Engine) -> dict[str, tuple[Unit, int]]:
 
 def wrappings(model: nn.Module) -> dict[str, str]:
     """What decides how the bytes inside wrapped parameters are read, by name."""
-    """What decides how the bytes inside wrapped parameters are read, by name."""
     return {name: str(Wrapping(param)) for name, param in model.named_parameters() if is_wrapped(param)}
 
 
@@ -92,7 +91,6 @@ def frozen_samples(engine: Engine) -> dict[str, int]:
 
 
 def group_names(optimizer: StreamedOptimizer) -> list[list[str]]:
-    """Names of the parameters in each param group."""
     """Names of the parameters in each param group."""
     found = [[optimizer.engine.places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     return [[unit.spec.params[i].name for unit, i in group] for group in found]

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from outcore.core.errors import ConfigError
 
-_ALIAS_BYTES = 2**27
+ALIAS_BYTES = 2**27  # no size is a multiple of it, see [Note: aliases]
 PAGE_BYTES = 4096  # extents, host buffers and O_DIRECT transfers are its multiples: drives of 4 KiB sectors reject less
 SMALL_BYTES = 4096  # storages up to this size stay on the device
 # Allocators place storages at its multiples. Kernels are chosen by the alignment of arguments.
@@ -77,4 +77,4 @@ def unaliased(nbytes: int) -> int:
 
     See [Note: aliases].
     """
-    return nbytes + 2 * PAGE_BYTES if nbytes and nbytes % _ALIAS_BYTES == 0 else nbytes
+    return nbytes + 2 * PAGE_BYTES if nbytes and nbytes % ALIAS_BYTES == 0 else nbytes

@@ -43,7 +43,7 @@ class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[PartRecord, ...]
-    """None: the weights files hold the tensor in another form, from which it is made as it is loaded."""
+    """Where it lies. Empty: it has no elements, or the weights files hold it in another form, from which it is made."""
     order: tuple[int, ...] | None = None
     """Its dimensions in memory order, outermost first. None: row-major."""
     name: str | None = None

@@ -52,11 +52,20 @@ DEFAULTS: Mapping[str, Any] = {
 
 _LEAST: Mapping[str, int] = {
     **dict.fromkeys(("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"), 1),
-    **dict.fromkeys(("gradient_accumulation_steps", "save_total_limit", "pad_to_multiple_of", "lora.r"), 1),
-    **dict.fromkeys(("max_grad_norm", "weight_decay", "beta", "seed", "data_seed"), 0),
+    **dict.fromkeys(("gradient_accumulation_steps", "save_total_limit", "pad_to_multiple_of"), 1),
+    **dict.fromkeys(("eval_accumulation_steps", "dataloader_prefetch_factor", "dataset_num_proc"), 1),
+    **dict.fromkeys(("lora.r", "lora.lora_alpha"), 1),
+    **dict.fromkeys(("max_grad_norm", "weight_decay", "beta", "seed", "data_seed", "router_aux_loss_coef"), 0),
+    **dict.fromkeys(("eval_delay", "dataloader_num_workers", "lora.lora_dropout"), 0),
+    **dict.fromkeys(("label_smoothing_factor", "label_smoothing", "ld_alpha"), 0),
     "max_length": 2,  # a token and the one to predict
 }
-_ABOVE_0 = ("num_train_epochs", "learning_rate", "save_steps")
+_ABOVE_0 = ("num_train_epochs", "learning_rate", "save_steps", "eval_steps", "logging_steps", "neftune_noise_alpha")
+_MOST: Mapping[str, int] = {
+    **dict.fromkeys(("label_smoothing_factor", "label_smoothing", "ld_alpha", "lora.lora_dropout"), 1),
+    **dict.fromkeys(("seed", "data_seed"), 2**32 - 1),  # NumPy's seeds are 32 bits
+}
+"""Limits of numbers that no library checks before the run has begun."""
 _WORDS: Mapping[str, Sequence[str]] = {
     "lora.task_type": ("CAUSAL_LM",),
     "lora.peft_type": ("LORA",),
@@ -65,8 +74,8 @@ _WORDS: Mapping[str, Sequence[str]] = {
 """Words of settings that are judged in the first step, or not at all."""
 _MANY = 12
 """The most words that a message lists."""
-_MOST = 2**63
-"""torch and NumPy take no larger numbers."""
+_TOO_LARGE = 2**63
+"""torch and NumPy take only smaller numbers."""
 
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(
@@ -241,9 +250,11 @@ class Schema:
 
 
 def _refuse_number(key: str, value: float, given: GivenSetting, default: Any) -> None:
-    least = _LEAST.get(key)
-    if not abs(value) < _MOST:
-        expected = f"a number less than {_MOST}"
+    least, most = _LEAST.get(key), _MOST.get(key)
+    if not abs(value) < _TOO_LARGE:
+        expected = f"a number less than {_TOO_LARGE}"
+    elif most is not None and value > most:
+        expected = f"a number of at most {most}"
     elif least is not None and value < least:
         expected = f"a number of at least {least}"
     elif key in _ABOVE_0 and value <= 0:
@@ -262,8 +273,8 @@ def _kinds(config: Any, words: Mapping[str, Sequence[str]], prefix: str = "") ->
         if not field.init:
             continue
         key, choices = prefix + field.name, tuple(field.metadata.get("choices", ()))
-        if field.name == "loss_type":  # listed in its help text alone, and judged in the first step
-            choices = tuple(dict.fromkeys(re.findall(r"`'(\w+)'`", field.metadata.get("help", "")))) or choices
+        if field.name == "loss_type":  # without choices, they are in its help text alone, and judged in the first step
+            choices = choices or tuple(dict.fromkeys(re.findall(r"`'(\w+)'`", field.metadata.get("help", ""))))
         default = DEFAULTS.get(key, field.default)
         yield key, SettingKind(hints[field.name], getattr(default, "value", default), words.get(key, choices))
 
