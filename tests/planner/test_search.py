@@ -387,3 +387,21 @@ def test_on_several_ranks_the_root_comes_first_anyway():
     job = dataclasses.replace(job_of(10, 1, 8, 30), model=layered(10).among(2, 0, 2))
     choice = _PlanSearch(job)._choice
     assert not list(choice.turned(choice.uniform(UnitHomes("host", "host", "host"))))
+
+
+def test_beginning_again_finds_what_changes_alone_do_not(monkeypatch: pytest.MonkeyPatch):
+    job = job_of(5, 0.7, 5, 12)
+    fastest_s = search(job).fastest_s
+    monkeypatch.setattr("outcore.planner.search.search._RESTARTS_OF_SMALL", 0)
+    assert fastest_s < 0.98 * search(job).fastest_s
+
+
+def test_updates_run_inside_backward_where_that_is_faster():
+    """Updates take about as long as backward. Without the promise none may run there."""
+    job = job_of(8, 1, 12, clipping=False, is_promised=True)
+    updates = {"update": MIB / 4e-3, "device_update": MIB / 100e-3, "compute": 30e9}
+    job = dataclasses.replace(job, rates=dataclasses.replace(job.rates, parameters_per_s=updates))
+    found = search(job)
+    assert any(unit.early for unit in found.plan.units)
+    late = search(dataclasses.replace(job, clipping=True, is_promised=False))
+    assert found.simulation.step_s < 0.8 * late.simulation.step_s
