@@ -20,7 +20,7 @@ from .rig import DEVICE, KINDS, WIDTH, Block, Tower, adamw, assert_same, batch, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_with_a_gap(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("outcore.spec.model.ALIAS_BYTES", 4096)
+    monkeypatch.setattr("outcore.core.quantities.ALIAS_BYTES", 4096)
     same(train, kind, tmp_path)
 
 
