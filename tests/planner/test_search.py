@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from planning import more_memory
+from planning.bound.bound import bound_of
 from planning.fixed_policies import SERVER, SMALL, Asked
 from planning.more_memory import worst
 from planning.near_best import compare, random_job
@@ -120,6 +121,9 @@ def test_is_never_slower_than_todays_rule_and_says_why_others_lost(case):
     )
     assert found.simulation.step_s <= step_s(job, today) * (1 + 1e-9)
     run = job.as_run(found.plan, found.candidate.saves)
+    visits, circumstances = usual_visits(job.model, job.micro_batches), Circumstances(clips=job.clipping)
+    bound_s = bound_of(job.model, run, job.rates, visits, circumstances).seconds
+    assert found.simulation.step_s >= bound_s * (1 - 1e-9)
     assert found.simulation.step_s == pytest.approx(step_s(job, run), rel=0.02)
     assert found.runners_up
     for other in found.runners_up:
@@ -276,6 +280,16 @@ def test_of_plans_that_are_about_as_fast_the_one_that_writes_least_is_taken(monk
     assert found.simulation.step_s <= 1.03 * found.fastest_s
     monkeypatch.setattr("outcore.planner.search.wear.WORTH", 0.0)
     assert search(job).simulation.written_s > 0
+
+
+def test_plans_that_write_less_are_tried_as_well(monkeypatch: pytest.MonkeyPatch):
+    """Host memory has no room for all. A search for speed alone does not come to the plan that is taken."""
+    job = job_of(3, 1, 2.9, 9)
+    job = dataclasses.replace(job, rates=rates_of(job.model, disk_read=10e9, disk_write=10e9))
+    found = search(job)
+    assert found.simulation.step_s <= 1.01 * found.fastest_s
+    monkeypatch.setattr("outcore.planner.search.search.sparing", lambda *_: [])
+    assert found.simulation.written_s < 0.7 * search(job).simulation.written_s
 
 
 def test_small_losses_for_less_writing_do_not_add_up():
