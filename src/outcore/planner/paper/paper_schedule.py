@@ -145,10 +145,8 @@ class _Steps:
         self.paper = paper = Paper([unit.name for unit in model.units])
         paper.in_time = None if clock is None else InTime(clock)
         self._model, self._plan, self._circumstances = model, plan, circumstances
-        order: StepOrder[PaperEntry] = StepOrder(model, plan, paper)
-        self._units, self._weights = order.ledgers, order.weights
-        self._gradients, self._updates, self._activations = order.gradients, order.updates, order.activations
-        self._out_of_place = order.out_of_place
+        self._order = order = StepOrder(model, plan, paper)
+        self._units, self._gradients, self._activations = order.ledgers, order.gradients, order.activations
         self._saved: dict[int, list[SavedCall[PaperEntry] | None]] = {}
         """Calls whose saved activations are sent away, by unit, the newest last. None: a call that found no home."""
         self._progress = [_Progress() for _ in self._units]
@@ -158,11 +156,11 @@ class _Steps:
         self._reached: dict[int, Ledger[PaperEntry]] = {}  # units that this backward pass has reached
         is_alone = all(unit.num_ranks == 1 for unit in model.units)
         self._turns = None if is_alone else Turns(unit for unit in self._units if unit.spec.trainable)
-        self._weights.on_host.holders[:] = held.host
+        order.weights.on_host.holders[:] = held.host
         for slot, index in enumerate(held.device):
-            self._weights.on_device.holders[slot] = index
+            order.weights.on_device.holders[slot] = index
             if index is not None:
-                self._units[index].slot = self._weights.on_device.slots[slot]
+                self._units[index].slot = order.weights.on_device.slots[slot]
 
     def lay_out(self, visits: Sequence[Visit], ahead: Sequence[_Ahead], moves: Moves) -> None:
         """Lay out one step."""
@@ -179,12 +177,13 @@ class _Steps:
 
     def _move(self, move: Move) -> None:
         self.paper.move = move
-        (self._weights.read if move.tier == "host" else self._weights.fetch)(move.unit, move.slot)
+        weights = self._order.weights
+        (weights.read if move.tier == "host" else weights.fetch)(move.unit, move.slot)
         self.paper.move = None
 
     def _visit(self, visit: Visit, ahead: _Ahead) -> None:
         phase, unit = visit.phase, self._units[visit.unit]
-        self._weights.use(unit, phase)
+        self._order.weights.use(unit, phase)
         calls = self._saved.setdefault(unit.index, []) if unit.plan.saved_bytes else []
         saved = calls.pop() if phase is Phase.BACKWARD and calls else None
         if saved is not None:
@@ -197,7 +196,7 @@ class _Steps:
                     _, progress.made = self._gradients.collect(unit, progress.made, self._make_room)
         if saved is not None:
             self._activations.end_backward(saved)
-        self._weights.used(unit)
+        self._order.weights.used(unit)
         if unit.plan.saved_bytes and ahead.has_backward:
             self._save(unit, calls)
         if phase is Phase.BACKWARD:
@@ -248,19 +247,19 @@ class _Steps:
         progress.has_gradients = progress.is_counted = True
         if unit.plan.early and progress.num_passes == self._plan.accumulation_steps:
             if progress.is_attempted:  # the unit got gradients again
-                self._out_of_place.forget_attempt(unit)
+                self._order.out_of_place.forget_attempt(unit)
             self._attempt(unit, progress)
 
     def _attempt(self, unit: Ledger[PaperEntry], progress: _Progress) -> None:
         in_time = self.paper.in_time
         if in_time is None:
             progress.is_attempted = True
-            self._out_of_place.attempt(unit, self._work[unit.index])
+            self._order.out_of_place.attempt(unit, self._work[unit.index])
             return
         progress.attempt = in_time.attempt = in_time.start(unit)
         progress.is_attempted = progress.attempt is not None
         if progress.is_attempted:
-            self._out_of_place.attempt(unit, self._work[unit.index])
+            self._order.out_of_place.attempt(unit, self._work[unit.index])
         in_time.attempt = None
 
     def _step(self, visits: Sequence[Visit]) -> None:
@@ -276,8 +275,8 @@ class _Steps:
         indices = [i for i in update_order(seen, self._plan) if i in changed]
         for unit in self._units:
             if self._progress[unit.index].is_attempted and not self.is_made_early(unit):
-                self._out_of_place.forget_attempt(unit)
-        self._updates.step((self._units[i] for i in indices), lambda unit: self._work[unit.index])
+                self._order.out_of_place.forget_attempt(unit)
+        self._order.updates.step((self._units[i] for i in indices), lambda unit: self._work[unit.index])
         for index in indices:
             self._progress[index] = _Progress()
 
