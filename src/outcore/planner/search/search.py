@@ -89,7 +89,7 @@ def search(
     Raises:
         PlanInfeasibleError: Nothing fits.
 
-    Cost: 100 units some 3 s.
+    Cost: 66 units some 3 s.
     """
     return _PlanSearch(job, simulated, effort).found(known)
 
