@@ -212,7 +212,6 @@ def compare_with_plain_loop(drive: Any, plan: str, recipe: str, folder: Path) ->
             assert_same(plain.masters(), [state["master"] for state in states])
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("recipe", ["bf16", "compact"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("drive", DRIVES)

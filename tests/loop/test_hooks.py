@@ -127,19 +127,50 @@ def test_hooks_on_results(model, optimizer):
     return x.grad
 
 
-class HooksArgument(Block):
+class HooksArgument(torch.nn.Module):
+    """Changes the gradient of its argument, which others use as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.hook = torch.nn.Linear(WIDTH, WIDTH), "halves"
+
     def forward(self, x):
         if x.requires_grad:
+            bias = self.up.bias.detach()
+            hooks = {"halves": lambda g: g * 0.5, "weight": lambda g: g * bias}
+            x.register_hook(hooks[self.hook])
             x.register_hook(lambda g: g * 100).remove()
-            x.register_hook(lambda g: g * 0.5)
-        return super().forward(x)
+            handle = x.register_hook(lambda g: g * 10)
+            x = torch.tanh(x)
+            handle.remove()
+        return self.up(x)
+
+
+class Residual(Tower):
+    def __init__(self):
+        super().__init__(HooksArgument)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@agrees(*BLOCKS, build=Residual)
+def test_a_block_s_hook_on_its_argument_sees_the_whole_gradient(model, optimizer):
+    losses = train(model, optimizer)
+    x = torch.randn(2, WIDTH, device=DEVICE, requires_grad=True)
+    (model.blocks[0](x) + x * x).sum().backward()
+    return losses, x.grad
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-def test_a_hook_on_a_block_s_own_argument_is_refused(policy, tmp_path):
-    model = make(lambda: Tower(HooksArgument))
+def test_a_hook_on_an_argument_that_holds_a_weight_is_refused(policy, tmp_path):
+    model = make(Residual)
     with prepared(model, adamw(model), "host", tmp_path, policy=policy) as (model, _):
-        with pytest.raises(outcore.UnsupportedError, match=r"unit 'blocks.0'.* no hook on its own arguments"):
+        model.blocks[1].hook = "weight"
+        with pytest.raises(outcore.UnsupportedError, match=r"unit 'blocks.1'.* hook on an argument .* view of a"):
             model.loss(batch())
 
 

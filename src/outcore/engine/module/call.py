@@ -27,6 +27,7 @@ from outcore.engine.activations.room import ActivationRoom, SharedArguments
 from outcore.engine.activations.saved import as_saved, escaped, slot_of, version_of
 from outcore.engine.activations.saving import Graph, edges_of
 from outcore.engine.gradients.passes import BackwardGradients
+from outcore.engine.module.argument_hooks import hand_on_hooks
 from outcore.engine.module.block_gradients import block_gradients
 from outcore.engine.module.compiling import Compiling
 from outcore.engine.module.graphs import (
@@ -38,7 +39,6 @@ from outcore.engine.module.graphs import (
     UnitFunction,
     find_leaves,
     guarded_leaf,
-    hooks_refusal,
     nodes_of,
     refuse_backward,
     refuse_transforms,
@@ -184,9 +184,9 @@ class UnitCall:
             self._edits.begin()
             modes = saving.hooks(), self._casts.cache(is_kept=saving.is_kept)
             outputs, out_structure = self._run(structure, inner, modes, recording)
-            for leaf in itertools.compress(inner, wants_grad):
-                if leaf._backward_hooks:
-                    raise UnsupportedError(hooks_refusal(self._where))
+            for leaf, tensor in zip(inner, tensors, strict=True):
+                if leaf is not tensor and leaf._backward_hooks:
+                    hand_on_hooks(leaf, tensor, slot_of(self.unit), self._where)
             refuse_weights_outside(self.unit, outputs, self._where)
             edits, slot = self._edits.end(), slot_of(self.unit) if saving.is_kept else range(0)
         self._edits.write_home(edits)
@@ -206,10 +206,11 @@ class UnitCall:
             foreign_versions=[version_of(t) for t in foreign],
             outputs=made,
             weights_version=weights_version(self.unit, is_recomputed=state is not None),
-            saving=saving if saving.is_needed else None,
+            saving=None,
             watched=sharing_memory(made, tensors),
         )
         call.graph = saving.end(inner, made, call)
+        call.saving = saving if saving.is_needed else None  # known now
         if state is not None:
             edited, kind = self._edits.suspects, None if saving.is_needed else kind
             summary = summary_of(outputs, out_structure) if is_checked or edited else None
@@ -318,6 +319,8 @@ class UnitCall:
         with again.state.restored(), self._edits.undone(again.edited):
             modes = saving, self._casts.cache_again(was_on=again.state.caches_casts)
             outputs, structure = self._run(again.inputs, inner, modes, again.recording)
+        for leaf in itertools.compress(inner, again.wants_grad):
+            leaf._backward_hooks = None  # forward's run of the block has handed its hooks on
         made = [t for t in outputs if t.grad_fn is not None]
         _refuse_other_shapes(made, again.shapes, self._where)
         if again.summary is not None:

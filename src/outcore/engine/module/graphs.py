@@ -331,15 +331,6 @@ def refuse_backward(results: Sequence[torch.Tensor], arguments: Sequence[Any], w
             tensor.grad_fn.register_prehook(refuse)
 
 
-def hooks_refusal(where: str) -> str:
-    """Say why a block may put no hook on an argument: in the block it would see the share of this block alone."""
-    return (
-        f"{where}: expected a block that puts no hook on its own arguments, whose gradients are sums over all that use "
-        "them, but it called register_hook on one; register the hook outside of the block, or on a view inside: "
-        "x = x.view_as(x)"
-    )
-
-
 def refuse_transforms(where: str) -> None:
     """Raise if this is no ordinary forward: torch.func transforms or forward-mode AD are active."""
     if is_transformed():

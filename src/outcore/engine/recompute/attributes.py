@@ -1,21 +1,18 @@
-"""Attributes of a unit's modules and their values: counters, flags, tensors, containers, buffers.
+"""Attributes of a unit's modules and their values: counters, flags, tensors, containers, generators, buffers.
 
-A block may change them in forward. Recompute must see them as they were, and they must end as forward left them. Other
-things that a block may hold and change (arrays, generators, sparse tensors) are not put back: a recompute that sees
-them changed is refused, and so is the first recompute of a unit if it advances them.
+A block may change them in forward. Recompute must see them as they were, and they must end as forward left them.
 
 [Note: looking at attributes] All that torch itself keeps in a module's ``__dict__`` is passed over. The rest is read
 with one C call per module and compared by identity first. So a unit whose attributes do not change pays a few us per
-call. Mutable values (tensors, containers) are searched for once, and again whenever an attribute
+call. Mutable values (tensors, arrays, containers, generators) are searched for once, and again whenever an attribute
 changes, also to an equal tensor: the new one must be saved.
 """
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, starmap
 from operator import is_, itemgetter
 from types import FunctionType, ModuleType
@@ -28,13 +25,18 @@ from torch import nn
 from outcore.core.errors import UnsupportedError
 from outcore.engine.recompute.structure import equal_plain
 from outcore.model.wrapped import bytes_of
-from outcore.torch_private import NormWithStatistics
+from outcore.torch_private import NormWithStatistics, parts_of_coo
 
 _TORCHS_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _MISSING = object()
 _CONTAINERS: frozenset[type] = frozenset({list, dict, set, deque, Counter, defaultdict, OrderedDict})
 _DEPTH = 3  # of containers in containers
 _CLOSED = (torch.Tensor, nn.Module, type, FunctionType, ModuleType)  # their attributes are not a block's state
+_ROWS = torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values
+_COLUMNS = torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values
+_COMPRESSED = dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _ROWS)
+_COMPRESSED |= dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _COLUMNS)
+"""What gives the parts of sparse tensors, by layout."""
 _SMALL_BYTES = 2**16  # copies up to this size are kept until backward in any case
 
 
@@ -45,8 +47,7 @@ class SavedTensor:
         """Copy it. Args: may_change_silently: Whether a kernel may write it without telling the version counter."""
         self._name, self._tensor, self._may_change = name, tensor, may_change_silently
         self._version = _version(tensor)
-        self._is_simple = _is_simple(tensor)
-        self._value: torch.Tensor | None = tensor.detach().clone() if self._is_simple else None
+        self._value: torch.Tensor | None = _once(tensor.detach()).clone()
 
     def again(self) -> SavedTensor:
         """Save the tensor's present value, to be put back whatever its version counter says."""
@@ -57,27 +58,18 @@ class SavedTensor:
         """Whether the copy is gone."""
         return self._value is None
 
-    def drop_if_unchanged(self, where: str, *, by_value: bool) -> bool:
+    def drop_if_unchanged(self, *, by_value: bool) -> bool:
         """Drop the copy if it is large and forward left the tensor alone.
 
         Returns:
             Whether the value changed without telling the version counter. Only checked with ``by_value``, which waits
             for the tensor.
-
-        Raises:
-            UnsupportedError: Forward changed the tensor, but there is no copy: it is not a simple one.
         """
-        if not self._is_simple and _version(self._tensor) != self._version:
-            raise UnsupportedError(
-                f"{where}: expected forward to leave '{self._name}' (shape {tuple(self._tensor.shape)}) as it is, "
-                "since recompute cannot put a sparse, nested or expanded tensor back, but it changed it; make it a "
-                "dense tensor with memory for each element, or give this unit the policy keep in the plan"
-            )
         if self._may_change or self._value is None:
             return False
         is_silent = False
         if _version(self._tensor) == self._version:
-            is_silent = by_value and not torch.equal(self._value, self._tensor)
+            is_silent = by_value and not _equal(self._value, self._tensor)
             self._may_change = is_silent
             if not is_silent and bytes_of(self._value) > _SMALL_BYTES:
                 self._value = None
@@ -99,33 +91,71 @@ class SavedTensor:
                 "was changed before backward; change it after backward, or give the unit the policy keep"
             )
         # `.data`: the graph of a recompute may have saved the tensor, and needs no other value.
-        self._tensor.data.copy_(self._value)
+        parts, values = _parts(self._tensor.data), _parts(self._value)
+        if self._tensor.is_sparse and parts[0].shape != values[0].shape:  # its own memory has other elements now
+            self._tensor.data = self._value.clone()
+            return
+        for part, value in zip(parts, values, strict=True):
+            part.data.copy_(value)
 
 
-class SavedContainer:
-    """A container, and what it held."""
-
+class _SavedContainer:
     def __init__(self, value: Any) -> None:
-        """Copy its content."""
         self._value, self._content = value, value.copy()
 
     def put_back(self) -> None:
-        """Let the container hold the same again, in the same order."""
         if _holds_same(self._value, self._content):
             return
         self._value.clear()
         (self._value.extend if isinstance(self._value, list | deque) else self._value.update)(self._content)
 
 
+class _SavedArray:
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array, self._value = array, array.copy()
+
+    def put_back(self) -> None:
+        self._array[...] = self._value
+
+
+class _SavedGenerator:
+    def __init__(self, generator: Any) -> None:
+        self._generator, self._state = generator, _state_of(generator)
+
+    def put_back(self) -> None:
+        generator, state = self._generator, self._state
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.set_state(state)
+
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.get_state()
+
+
+Content = _SavedContainer | _SavedArray | _SavedGenerator
+"""What a container or a numpy array held, or the state of a generator."""
+
+
 class Mutable(NamedTuple):
-    """Values that can change without an attribute being set: containers and tensors."""
+    """Values that can change without an attribute being set: containers, arrays, generators and tensors."""
 
     things: Sequence[tuple[str, Any]]
     """The values, each with the name of the attribute or class in which it was found."""
 
-    def contents(self) -> list[SavedContainer]:
-        """Save what containers hold."""
-        return [SavedContainer(item) for _, item in self.things if not isinstance(item, torch.Tensor)]
+    def contents(self) -> list[Content]:
+        """Save what containers and arrays hold, and the states of generators."""
+        return [_saved(item) for _, item in self.things if not isinstance(item, torch.Tensor)]
 
     def tensors(self) -> list[SavedTensor]:
         """Save copies of tensors."""
@@ -226,51 +256,6 @@ def saved_buffers(modules: Sequence[nn.Module]) -> list[SavedTensor]:
     ]
 
 
-def refuse_advanced(before: Mapping[str, list[bytes]], modules: Sequence[nn.Module], where: str) -> None:
-    """Raise if a recompute advanced what is not put back: the forward had done so already.
-
-    Args:
-        before: What ``states_not_put_back`` returned before the recompute.
-        modules: Modules of the unit.
-        where: Names the unit in the error.
-    """
-    after = states_not_put_back(modules)
-    name = next((name for name, states in before.items() if after.get(name) != states), None)
-    if name is not None:
-        raise UnsupportedError(
-            f"{where}: expected forward to leave '{name}' as it is, since recompute cannot put an array or a random "
-            "generator of a block's own back and changes it a second time; use a buffer or torch's own random numbers, "
-            "or give this unit the policy keep in the plan"
-        )
-
-
-def states_not_put_back(modules: Sequence[nn.Module]) -> dict[str, list[bytes]]:
-    """Return states of small numpy arrays and of random generators in attributes, by attribute."""
-    named = (
-        (f"{type(m).__name__}.{name}", m.__dict__[name]) for m in modules for name in m.__dict__.keys() - _TORCHS_OWN
-    )
-    found = dict[str, list[bytes]]()
-    for name, value in named:
-        found.setdefault(name, []).extend(_states_in(value))
-    return found
-
-
-def _states_in(value: Any, depth: int = _DEPTH) -> Iterator[bytes]:
-    if type(value) in _CONTAINERS or type(value) is tuple:
-        for part in (value.values() if isinstance(value, dict) else value) if depth else ():
-            yield from _states_in(part, depth - 1)
-    elif isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES:
-        yield value.tobytes()
-    elif isinstance(value, torch.Generator):
-        yield value.get_state().numpy().tobytes()
-    elif isinstance(value, np.random.Generator):
-        yield pickle.dumps(value.bit_generator.state)
-    elif isinstance(value, np.random.RandomState):
-        yield pickle.dumps(value.get_state(legacy=False))
-    elif type(value) is random.Random:
-        yield pickle.dumps(value.getstate())
-
-
 def _are_one(a: list[tuple[Any, ...]], b: list[tuple[Any, ...]]) -> bool:
     """Whether two lists of tuples hold the same objects."""
     flat = chain.from_iterable
@@ -303,6 +288,11 @@ def _mutable(value: Any, name: str, depth: int = _DEPTH, *, is_open: bool = Fals
     elif isinstance(value, torch.Tensor):
         if not value.requires_grad and not isinstance(value, nn.Parameter):
             yield name, value
+    elif kind is np.ndarray:
+        if value.nbytes <= _SMALL_BYTES and value.flags.writeable:
+            yield name, value
+    elif isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):  # which has no state
+        yield name, value
 
 
 def _retained(values: Iterable[Any], depth: int = _DEPTH + 1) -> dict[int, torch.Tensor]:
@@ -317,10 +307,34 @@ def _retained(values: Iterable[Any], depth: int = _DEPTH + 1) -> dict[int, torch
     return found
 
 
+def _saved(item: Any) -> Content:
+    if type(item) in _CONTAINERS:
+        return _SavedContainer(item)
+    return _SavedArray(item) if isinstance(item, np.ndarray) else _SavedGenerator(item)
+
+
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is dense and has each of its elements once, so that it can be copied and overwritten."""
-    return tensor.layout is torch.strided and not tensor.is_nested and 0 not in tensor.stride()
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an expanded tensor with each of its elements once; other tensors as they are."""
+    if tensor.layout is not torch.strided or tensor.is_nested or 0 not in (strides := tensor.stride()):
+        return tensor
+    return tensor[tuple([slice(1) if stride == 0 else slice(None) for stride in strides])]
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the tensors that hold a tensor's values: torch neither compares nor overwrites sparse and nested ones.
+
+    None for layouts that do not show them. Such a tensor is taken for one that stays as it is.
+    """
+    if tensor.is_nested:
+        return (tensor.values(),)
+    if tensor.layout is torch.strided:
+        return (_once(tensor),)
+    return parts_of_coo(tensor) if tensor.is_sparse else [part(tensor) for part in _COMPRESSED.get(tensor.layout, ())]
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return all([x.shape == y.shape and torch.equal(x, y) for x, y in zip(_parts(a), _parts(b), strict=True)])

@@ -145,7 +145,7 @@ class Repeats:
 _LATE = ". The last update was made with those gradients: go on from an earlier checkpoint"
 _UNKNOWN = (
     "the block depends on something besides its arguments, its modules' attributes and buffers, and the usual random "
-    "generators, such as a global, a closure, a numpy array or a random generator of its own"
+    "generators, such as a global, a closure or an object that it got"
 )
 
 

@@ -17,15 +17,7 @@ import torch
 from torch import nn
 
 from outcore.device.device import Device
-from outcore.engine.recompute.attributes import (
-    Attributes,
-    SavedContainer,
-    SavedTensor,
-    mutable_in,
-    refuse_advanced,
-    saved_buffers,
-    states_not_put_back,
-)
+from outcore.engine.recompute.attributes import Attributes, Content, SavedTensor, mutable_in, saved_buffers
 from outcore.engine.recompute.randomness import GlobalRandom
 from outcore.torch_private import set_switches, switches
 
@@ -40,7 +32,7 @@ class CapturedState:
         self.registered = [place for m in modules for place in (m._parameters, m._buffers)]
         self.kinds = dict.fromkeys(("cpu", device.torch_device.type))
         """Kinds of devices, each of which has an autocast mode."""
-        self.draws_from_numpy = self.was_recomputed = False
+        self.draws_from_numpy = False
         self.changes_silently = device.computes_on_host
         """Whether buffers are compared by value after each forward.
 
@@ -89,20 +81,15 @@ class ForwardState:
         """Drop copies of tensors that forward left alone, except small ones."""
         around = self._around
         for tensor in self._tensors:
-            if tensor.drop_if_unchanged(around.where, by_value=around.changes_silently or self._is_thorough):
+            if tensor.drop_if_unchanged(by_value=around.changes_silently or self._is_thorough):
                 around.changes_silently = True
         around.draws_from_numpy = around.draws_from_numpy or self._random.numpy_has_moved
         self._retained = list(map(weakref.ref, around.attributes.retained(self._attributes)))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Make everything as it was before forward, for the block; afterwards, make it as it is now.
-
-        Raises:
-            UnsupportedError: The first recompute changed an array or a generator, which are not put back.
-        """
+        """Make everything as it was before forward, for the block; afterwards, make it as it is now."""
         around = self._around
-        watched = {} if around.was_recomputed else states_not_put_back(around.modules)
         rng, randoms = around.device.rng_state(), GlobalRandom(is_thorough=self._is_thorough)
         registered = _Registered(around.registered)
         attributes = around.attributes.take()
@@ -129,9 +116,6 @@ class ForwardState:
             registered.put_back()
             around.attributes.put_back(attributes)
             _put_back(contents, tensors, around.where)
-        if watched:
-            refuse_advanced(watched, around.modules, around.where)
-        around.was_recomputed = True
 
     def _as_default(self) -> AbstractContextManager[object]:
         return nullcontext() if self._default_device == _default_device() else self._default_device
@@ -149,7 +133,7 @@ def _default_device() -> torch.device:
     return torch.empty(0).device  # a tenth of what torch.get_default_device() takes
 
 
-def _put_back(contents: Sequence[SavedContainer], tensors: Sequence[SavedTensor], where: str) -> None:
+def _put_back(contents: Sequence[Content], tensors: Sequence[SavedTensor], where: str) -> None:
     for content in contents:
         content.put_back()
     for tensor in tensors:

@@ -136,7 +136,7 @@ class PlainUpdates:
 
     def after_forward(self, _: nn.Module, __: Any, result: Any) -> None:
         """Make backward raise once the model is closed, since bytes that graphs saved are gone. A forward hook."""
-        with suppress(UnsupportedError):  # if the result cannot be taken apart, ``forget`` must suffice
+        with suppress(UnsupportedError):  # if the result cannot be taken apart, ``close`` must suffice
             for tensor in take_apart(result, "the model")[0]:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(self._refuse_closed)
