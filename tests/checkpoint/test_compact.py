@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,29 @@ from outcore.checkpoint.export_checkpoint import export_checkpoint
 from outcore.checkpoint.training_state import load_states
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.engine.engine_saves import EngineSaves
+from outcore.engine.values import access
 from outcore.memory.files import checkpoint_file
-from outcore.spec.layout import CODES
+from outcore.spec.layout import CODES, ROW_NUMEL
 
 from . import small
 from .test_export import tensors
 from .test_library_files import saved_beside
 from .test_training_state import state_of
+
+
+@pytest.fixture(autouse=True)
+def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Masters are made compact in pieces of two rows."""
+    close, sizes = access.closed_masters, [0]
+
+    def noted(values: torch.Tensor) -> Any:
+        sizes.append(values.numel())
+        return close(values)
+
+    monkeypatch.setattr(access, "_MASTERS_AT_A_TIME", 2 * ROW_NUMEL)
+    monkeypatch.setattr(access, "closed_masters", noted)
+    yield
+    assert max(sizes) <= 2 * ROW_NUMEL
 
 
 def build(seed: int = 0, *, is_transposed: bool = False) -> Any:

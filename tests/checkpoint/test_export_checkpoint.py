@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import outcore
 from outcore.checkpoint.export_checkpoint import _CheckpointTensors, export_checkpoint
+from outcore.checkpoint.export_merged import class_of
 from outcore.core.errors import ConfigError
 from outcore.spec.manifest import Manifest, TensorRecord
 
@@ -168,6 +170,41 @@ def test_a_subclass_of_the_users_own(tmp_path: Path):
     export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
     got = LlamaForCausalLM.from_pretrained(tmp_path / "out")
     small.same(want, dict(got.named_parameters()))
+
+
+def test_a_class_that_transformers_does_not_have():
+    with pytest.raises(ConfigError, match="expected a class of transformers, but the model is a 'MyLlama'; go on from"):
+        class_of(SimpleNamespace(architectures=["MyLlama"]))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft uses the old name
+@pytest.mark.parametrize("merge", [False, True])
+def test_what_was_trained_beside_adapters_is_not_left_out(merge: bool, tmp_path: Path):
+    model = small.with_adapters(small.build("llama"))
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    saved(model, tmp_path)
+    with pytest.raises(ConfigError, match=r"all trained weights .* but 'base_model.model.model.norm.weight' .* is not"):
+        export_checkpoint(tmp_path / "c", tmp_path / "out", "hf", merge=merge)
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_of_a_configuration_is_not_kept(tmp_path: Path):
+    model = small.build("mixtral")
+    model.config.bad = object()
+    with pytest.warns(UserWarning, match="from_pretrained will not know this model"):
+        saved(model, tmp_path)
+    assert not list((tmp_path / "c").glob("*/config.json"))
+    with pytest.raises(ConfigError, match="expected a configuration in .*; go on from"):
+        export_checkpoint(tmp_path / "c", tmp_path / "out", "dcp")
+    assert export_checkpoint(tmp_path / "c", tmp_path / "out", "hf").endswith("as weights without a configuration")
+
+
+def test_a_model_that_its_library_does_not_save(tmp_path: Path):
+    model = small.build("llama")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    saved(model, tmp_path)
+    with pytest.raises(ConfigError, match=r"as the libraries save them .* but there are none .*; go on from"):
+        export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
 
 
 def test_a_parameter_without_elements_that_several_ranks_saved():

@@ -56,7 +56,7 @@ def test_they_are_exported_by_name_alone(old: Path, tmp_path: Path):
     """Compact masters are opened. What the libraries read is saved by a run that goes on."""
     import torch.distributed.checkpoint as dcp
 
-    with pytest.raises(ConfigError, match="checkpoint of an earlier version, with a file for each unit; go on from"):
+    with pytest.raises(ConfigError, match="but there are none .of an earlier version, or .*; go on from"):
         export_checkpoint(old / "compact", tmp_path / "hf", "hf")
     export_checkpoint(old / "compact", tmp_path / "out", "dcp")
     with begun("compact", tmp_path, "host", checkpoint=old / "compact") as (model, optimizer):

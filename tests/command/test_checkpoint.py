@@ -56,6 +56,9 @@ def test_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "of 'optimizer.safetensors'" in out.splitlines()[1]
     assert [line.split()[-1] for line in out.splitlines()[2:]] == ["saved", "saved"]
     states.unlink()
+    status, _, err = run(monkeypatch, capsys, "prune", str(folder / "step-00000001"), "--keep", "1")
+    assert status == 2
+    assert "expected a folder of checkpoints, but" in err
     status, out, _ = run(monkeypatch, capsys, "prune", str(folder), "--keep", "1")
     assert (status, out.splitlines()) == (0, [f"removed {folder / 'step-00000000'}"])
     with pytest.warns(UserWarning, match="The one before it is taken"):
@@ -111,7 +114,10 @@ def test_export(tmp_path: Path, command: Run):
         outcore.save_checkpoint(model, optimizer, tmp_path, step=3, wait=True)
         want = {name: value.clone() for name, value in outcore.named_tensors(model)}
     ended = command("export", tmp_path, tmp_path / "hf")
-    assert (ended.status, ended.out) == (0, f"wrote {tmp_path / 'hf'}\n")
+    assert (ended.status, ended.out) == (
+        0,
+        f"wrote {tmp_path / 'hf'}: {tmp_path / 'step-00000003'}, as weights without a configuration\n",
+    )
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in want.items())
     assert command("export", tmp_path, tmp_path / "dcp", "--format", "dcp").status == 0

@@ -19,8 +19,9 @@ from torch import nn
 
 from outcore.checkpoint.export_merged import GO_ON, class_of, export_merged
 from outcore.checkpoint.find_checkpoints import NOT_OF_A_MODEL, TRAINER_STATE, found, found_in
+from outcore.checkpoint.library_files import REST
 from outcore.checkpoint.training_state import OPTIMIZER_CLASS
-from outcore.checkpoint.unit_files import is_converted, read_saved
+from outcore.checkpoint.unit_files import UNIT, is_converted, read_saved
 from outcore.checkpoint.weights.load_plan import LoadPlan, plan_loading
 from outcore.checkpoint.weights.state_names import places
 from outcore.core.errors import ConfigError
@@ -65,8 +66,7 @@ def export_checkpoint(source: Path, directory: Path, form: Format, *, merge: boo
         if manifest is not None and form == "dcp" and not merge:
             _write_dcp(path, manifest, directory)
             return ""
-        said = _export_files(path, directory, form, merge=merge, manifest=manifest)
-        return f"{path}, {said}" if merge or manifest is None else ""
+        return f"{path}, {_export_files(path, directory, form, merge=merge, manifest=manifest)}"
 
 
 @contextmanager
@@ -107,17 +107,33 @@ def _export_files(folder: Path, directory: Path, form: Format, *, merge: bool, m
         )
     if directory.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"export: expected a folder outside of '{folder}', but got '{directory}'")
-    if manifest is not None and (folder / _LIBRARY).is_dir():
-        raise ConfigError(
-            f"export: expected weights as the libraries save them, but '{folder}' is a checkpoint of an earlier "
-            f"version, with a file for each unit; {GO_ON}"
-        )
     if not WeightsDirectory.is_there(folder, "adapter_model" if is_adapter else "model"):
-        raise ConfigError(f"export: expected weights in safetensors files in '{folder}', but there are none")
+        what = (
+            "expected weights as the libraries save them" if manifest is not None else "expected weights in safetensors"
+        )
+        repair = f" (of an earlier version, or of a model that its library does not save); {GO_ON}"
+        raise ConfigError(f"export: {what} in '{folder}', but there are none{repair if manifest is not None else ''}")
+    if manifest is not None:
+        _refuse_left_out(folder, manifest)
     if merge:
         return export_merged(folder, directory, manifest=manifest)
     copy_files(folder, directory, lambda name: not is_any(name, NOT_OF_A_MODEL))
-    return "adapters as peft reads them (--merge merges them)" if is_adapter else "as from_pretrained reads it"
+    if is_adapter:
+        return "adapters as peft reads them (--merge merges them)"
+    return "as from_pretrained reads it" if (folder / _CONFIG).is_file() else "as weights without a configuration"
+
+
+def _refuse_left_out(folder: Path, manifest: Manifest) -> None:
+    """Raise if a weight was trained that the library's files do not hold, such as a norm beside adapters."""
+    for name in manifest.steps:
+        file = next((part.file for part in manifest.tensors[f"model.{name}"].parts), "")
+        is_in_unit = file.startswith(UNIT) and f"optimizer.{name}.{CODES}" not in manifest.tensors  # else a second time
+        if file == f"{REST}.safetensors" or is_in_unit:
+            raise ConfigError(
+                f"export: expected all trained weights among those that the library saves, but '{name}' in '{folder}' "
+                "is not; let peft save it (modules_to_save), or go on from the checkpoint "
+                "(prepare(checkpoint=...)) and save it there (outcore.named_tensors)"
+            )
 
 
 class _CheckpointTensors:
@@ -157,7 +173,10 @@ def _built(folder: Path) -> nn.Module:
     refuse_missing("transformers")
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except Exception as error:  # the library may raise anything
+        raise ConfigError(f"export: expected a configuration in '{folder}', but {error}; {GO_ON}") from error
     with torch.device("meta"):
         return class_of(config)(config)
 

@@ -36,9 +36,7 @@ _FETCHED = ("*.json", "*.txt", "*.jinja", "*.model", "*.safetensors")
 
 
 GO_ON = "go on from the checkpoint (prepare(checkpoint=...)), and call outcore.save_pretrained(model, DIR) there"
-
-
-"""What to do about a model that cannot be built from its configuration."""
+"""What to do about a model that cannot be built from its configuration, or that its library does not save whole."""
 
 
 def export_merged(adapters: Path, directory: Path, *, manifest: Manifest | None = None) -> str:

@@ -11,6 +11,7 @@ Several ranks have parts of states. So each writes files of units, and the manif
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -157,6 +158,7 @@ class LibraryFiles:
         self._layouts += layouts
 
     def _save_beside(self, small: Path, *adapters: Any) -> None:
+        before = set(small.iterdir())
         try:
             save_beside_weights(self._engine.model, small, *adapters)
         except OSError:
@@ -164,6 +166,8 @@ class LibraryFiles:
         except Exception as error:  # a library may raise anything
             if self._is_strict:
                 raise
+            for path in set(small.iterdir()) - before:  # half of a file is worse than none
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
             warnings.warn(f"save_checkpoint: from_pretrained will not know this model: {error}", stacklevel=6)
 
     def rest(self, tensors: Mapping[str, torch.Tensor], params: Iterable[tuple[Unit, int]] = ()) -> None:

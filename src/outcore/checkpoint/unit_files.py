@@ -33,6 +33,8 @@ from outcore.spec.manifest import BLOCK_BYTES, Manifest, PartRecord, TensorRecor
 from outcore.spec.model import ParamSpec, Part, UnitSpec
 
 _OPTIMIZER = "optimizer."
+UNIT = "unit-"
+"""What names of files of units begin with."""
 Shown = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor, as users see it."""
 OpenFile = Callable[[str], WeightsDirectory]
@@ -109,7 +111,7 @@ def _stored_shape(param: ParamSpec) -> tuple[int, ...]:
 def file_name(unit: Unit, rank: int) -> str:
     """Name of the file with what a rank saves of a unit."""
     shard = f"-{rank:03d}" if unit.spec.num_ranks > 1 else ""
-    return f"unit-{unit.ledger.index:05d}{shard}.safetensors"
+    return f"{UNIT}{unit.ledger.index:05d}{shard}.safetensors"
 
 
 def is_state(name: str) -> bool:

@@ -42,8 +42,16 @@ def listed(directory: Path, *, check: bool) -> tuple[str, bool]:
 
 
 def pruned(directory: Path, *, keep: int) -> str:
-    """Remove checkpoints older than the newest ``keep`` intact ones. Raises: ConfigError: There is none."""
-    _some(directory)
+    """Remove checkpoints older than the newest ``keep`` intact ones.
+
+    Raises:
+        ConfigError: There is none, or the folder is one itself.
+    """
+    if _some(directory)[0][1] == directory.absolute():
+        raise ConfigError(
+            f"outcore checkpoint prune: expected a folder of checkpoints, but '{directory}' is one; name the folder "
+            "above it"
+        )
     removed = prune(directory, keep, of_trainers=True, check=True)
     return "\n".join(_removed(removed)) or "nothing to remove"
 

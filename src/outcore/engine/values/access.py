@@ -22,10 +22,11 @@ from outcore.optim.compact import closed_masters, masters_of
 from outcore.order.ledger import Home
 from outcore.order.slots import Pools
 from outcore.ranks.world import World
-from outcore.spec.layout import CODES, StateSpec
+from outcore.spec.layout import CODES, ROW_NUMEL, StateSpec
 from outcore.spec.model import DTYPE_BYTES, Part
 
 _SAMPLE_BYTES = 4096
+_MASTERS_AT_A_TIME = 2**18  # a multiple of ROW_NUMEL: 1 MiB, and as much again in compact form
 
 
 class HomeAccess:
@@ -292,21 +293,28 @@ class ValueAccess:
             self._weights.invalidate(unit)
             unit.weights_version += 1
             with self._written_by_all(unit):
-                weight = closed_masters(whole.to("cpu", torch.float32))[0]
-                self._write_weight(unit, unit.spec.weight_parts[index].offset, weight.view(torch.uint8))
+                at = unit.spec.weight_parts[index].offset
+                for start, piece in _pieces_of(whole):
+                    weight = closed_masters(piece)[0]
+                    self._write_weight(unit, at + start * weight.itemsize, weight.view(torch.uint8))
         self._write_master(unit, index, values)
 
     def _write_master(self, unit: Unit, index: int, values: torch.Tensor) -> None:
         """Write what this rank has of a master. If it is compact, the weight must be its rounding."""
         states = unit.ledger.state_specs
-        if unit.views.is_compact[index]:
-            _, values, codes = closed_masters(values.to("cpu", torch.float32))
-            self._write_part(unit, states[CODES], index, codes)
-        self._write_part(unit, states["master"], index, values)
+        if not unit.views.is_compact[index]:
+            self._write_part(unit, states["master"], index, values)
+            return
+        for start, piece in _pieces_of(values):
+            _, lower, codes = closed_masters(piece)
+            self._write_part(unit, states[CODES], index, codes, start // ROW_NUMEL)
+            self._write_part(unit, states["master"], index, lower, start)
 
-    def _write_part(self, unit: Unit, state: StateSpec, index: int, values: torch.Tensor) -> None:
+    def _write_part(self, unit: Unit, state: StateSpec, index: int, values: torch.Tensor, first: int = 0) -> None:
+        """Args: first: Number of elements before these in the state's part."""
         part = state.parts[index]
-        self._homes.write(unit.ledger.states, state.start + part.offset, values.to(torch_dtype(part.dtype)))
+        values = values.to(torch_dtype(part.dtype))
+        self._homes.write(unit.ledger.states, state.start + part.offset + first * values.itemsize, values)
 
 
 def sample_of(param: torch.Tensor) -> bytes:
@@ -331,3 +339,9 @@ def shown_states(unit: Unit, index: int) -> list[tuple[StateSpec, str]]:
     """These states as users and files see them, with their dtypes: a master is fp32, however it is stored."""
     seen = [s for s in own_states(unit, index) if s.name != CODES]
     return [(s, "float32" if s.name == "master" else s.parts[index].dtype) for s in seen]
+
+
+def _pieces_of(masters: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield masters (1D) in pieces of whole rows, as fp32 on the CPU, each with the number of its first element."""
+    for start in range(0, masters.numel(), _MASTERS_AT_A_TIME):
+        yield start, masters[start : start + _MASTERS_AT_A_TIME].to("cpu", torch.float32)
