@@ -10,7 +10,7 @@
 # lists those that began but did not finish: they come after all others. A section that might not end within $LIMIT_S
 # (default: 540) is left for the next call; the first one always runs; stopping one takes a minute at most.
 # TINY=1 runs the same commands at sizes for a CPU, all of them anew unless there is an $OUT. SIMULATED=1 does so on the
-# simulated GPU (docs/simulated-gpu.md): it rehearses all sections and measures nothing. Reports name what they ran on.
+# simulated GPU (docs/internals/simulated-gpu.md): it rehearses all sections and measures nothing. Reports name what they ran on.
 # The host tier's memory is touched and pinned before a large model can train: up to 114 GiB for 7b under 24 GiB, which
 # alone takes a minute or more.
 set -uo pipefail

@@ -6,7 +6,7 @@ enforces. The model is a Llama built in code (bf16 weights with fp32 masters, cl
 first values are made unit by unit. For each case it is prepared with the plan that ``prepare`` finds, and the predicted
 step is printed first. A failure ends only its own case.
 
-The bound (docs/overlap.md) comes from rates that were measured alone, before the run and without the engine:
+The bound (docs/internals/overlap.md) comes from rates that were measured alone, before the run and without the engine:
 benchmarks/rates.py. ``over_bound`` uses the rate of each direction of the bus alone; ``over_bound_together`` that of
 both at once. Units whose policy is ``recompute`` count as recomputed, so a step can be below 1 only if it keeps some
 activations while there is room. A step is from the end of one ``optimizer.step()`` on the device to

@@ -1,12 +1,13 @@
 """How close a step comes to the bound of its plan, with lanes slowed to given speeds.
 
 Prints one JSON object. The model is a row of equal blocks whose forward and backward sleep: compute takes known time
-and none of the machine's cores. Every lane is throttled to a known bandwidth, so the bound is known (docs/overlap.md),
-and each setting makes another resource bind. ``serial_s`` is the same step with overlap off: every operation is waited
-for at once. A step is from the end of one ``optimizer.step()`` to that of the next, as compute sees it.
+and none of the machine's cores. Every lane is throttled to a known bandwidth, so the bound is known
+(docs/internals/overlap.md), and each setting makes another resource bind. ``serial_s`` is the same step with overlap
+off: every operation is waited for at once. A step is from the end of one ``optimizer.step()`` to that of the next, as
+compute sees it.
 
 On the CPU lanes are threads. With ``--device cuda`` copies and compute sleep on their streams: for exactly that time on
-the simulated GPU (docs/simulated-gpu.md), and by its clock on a real one.
+the simulated GPU (docs/internals/simulated-gpu.md), and by its clock on a real one.
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --settings h2d --windows forward --picture

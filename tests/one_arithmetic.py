@@ -1,8 +1,9 @@
 """Updates and norms by the CPU's kernels on a real GPU.
 
-A GPU's fused optimizers and norms round otherwise than the CPU's (``docs/exceptions.md``). So a plan that updates on
-the host could not be compared bit for bit with a plain loop on the device. With the CPU's kernels on both sides it can:
-forward, backward, copies, streams and memory are the GPU's, and any mistake of a plan shows, to the last bit.
+A GPU's fused optimizers and norms round otherwise than the CPU's (``docs/reference/exceptions.md``). So a plan that
+updates on the host could not be compared bit for bit with a plain loop on the device. With the CPU's kernels on both
+sides it can: forward, backward, copies, streams and memory are the GPU's, and any mistake of a plan shows, to the last
+bit.
 """
 
 from __future__ import annotations

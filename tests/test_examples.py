@@ -34,7 +34,7 @@ from outcore.integrations.transformers import OutcoreMixin
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples"
-MOVING, TRAIN = (ROOT / "docs" / name for name in ("moving.md", "train.md"))
+MOVING, TRAIN = (ROOT / "docs" / name for name in ("how-to/moving.md", "how-to/train.md"))
 SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if "__main__" in p.read_text() and p.name != "plain_loop.py")
 SETTINGS = sorted(p.name for p in FOLDER.rglob("*.yaml"))
 FROM_NOTHING = [name for name in SETTINGS if "\nmodel:" in (FOLDER / name).read_text()]

@@ -2,7 +2,7 @@
 
 An architecture is left out and counted if it cannot be made tiny from its configuration alone, or if its plain loop
 fails with such sizes. The others must have the plain loop's losses, weights and buffers bit for bit; where
-docs/exceptions.md says that the order of a sum is not defined, they must have them up to rounding.
+docs/reference/exceptions.md says that the order of a sum is not defined, they must have them up to rounding.
 
 python research/outside/architectures.py --report report.md
 python research/outside/architectures.py --task image --kinds beit vit

@@ -40,7 +40,7 @@ class _Tripwire(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, trip: Trip) -> torch.Tensor:
         ctx.trip = trip
-        ctx.set_materialize_grads(False)  # a hook on the block makes autograd fill in zeros (docs/exceptions.md)
+        ctx.set_materialize_grads(False)  # a hook on the block makes autograd fill in zeros: see exceptions.md
         return x.view_as(x)
 
     @staticmethod

@@ -72,7 +72,7 @@ def in_a_group(disk: Path, state_gib: float, limit_mib: int) -> dict[str, dict[s
     from system.test_container import memory_group
 
     found: dict[str, Any] = {}
-    environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": str(2**20)}  # for containers; see docs/memory.md
+    environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": str(2**20)}  # for containers; see docs/internals/memory.md
     with tempfile.TemporaryDirectory(dir=disk) as folder:
         for work in ("save", "load", "save, load"):
             with memory_group(limit_mib * 2**20) as group:

@@ -51,7 +51,7 @@ def main() -> None:
             assert all(one == ranks[0] for one in ranks), "ranks differ from one another"
             told[num_ranks] = ranks[0]
         for i, case in enumerate(batch):
-            # A single rank adds gradients of a block that is called twice in another order (docs/exceptions.md).
+            # One rank adds gradients of a block that is called twice in another order (docs/reference/exceptions.md).
             counts = [num_ranks for num_ranks in options.ranks if num_ranks > 1 or case.kind != "backwards"]
             found = [told[num_ranks][i] for num_ranks in counts]
             if any(one != found[0] for one in found) or found[0]["weights"] != wanted[i]:

@@ -148,7 +148,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 def test_updates_of_both_devices_differ_by_the_rounding_of_a_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Print the largest differences relative to a tensor's largest weight, which ``docs/exceptions.md`` has.
+    """Print the largest differences relative to a tensor's largest weight, which ``docs/reference/exceptions.md`` has.
 
     From the second step on gradients differ as well, and AdamW makes a large update of a gradient near zero.
     """

@@ -117,7 +117,7 @@ class Entered:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="an accelerator has files of its own")
 def test_files_on_the_way(tmp_path):
-    """Count the files that a reader opens to follow one thing from end to end. See docs/architecture.md."""
+    """Count the files that a reader opens to follow one thing from end to end. See docs/internals/architecture.md."""
     x, entered, found = torch.randn(2, WIDTH, requires_grad=True), Entered(), {}
     threading.setprofile(entered)  # for lanes, which start below
     try:

@@ -176,7 +176,7 @@ def test_scaled_by_hand(model, optimizer):
         for p in model.parameters():
             if p.grad is not None:
                 p.grad.mul_(0.3)
-                p.grad.div_(3.0 if DEVICE == "cpu" else 2.0)  # see docs/exceptions.md
+                p.grad.div_(3.0 if DEVICE == "cpu" else 2.0)  # see docs/reference/exceptions.md
                 p.grad.div_(4)
                 p.grad *= torch.tensor(1.7)
                 p.grad /= torch.tensor(0.9 if DEVICE == "cpu" else 0.5)

@@ -1,4 +1,4 @@
-"""Partition of plain modules: every rule of docs/units.md, 'How units are found'."""
+"""Partition of plain modules: every rule of docs/explanation/units.md, 'How units are found'."""
 
 from __future__ import annotations
 

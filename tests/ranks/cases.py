@@ -384,7 +384,7 @@ def random_cases(seed: int, count: int, *, cut: bool = False) -> Iterator[Case]:
         kinds = ["plain", "tied", "frozen", "absent", "backwards", "lora"]
         kind = draw.choice(kinds if cut and gather == "link" else [*kinds, "routes"])
         dtype = draw.choice(["float32", "bfloat16", *(["float64"] if kind != "lora" else [])])
-        # A single rank adds the gradients of a block that is called twice in a different order (docs/exceptions.md).
+        # One rank adds the gradients of a block that is called twice in another order (docs/reference/exceptions.md).
         has_reference = dtype != "float64" and kind != "backwards"
         states = draw.choice(["fp32", "fp32", *(["bf16", "8bit"] if has_reference else [])])
         has_rule = has_reference and states == "fp32" and draw.random() < 0.8

@@ -88,7 +88,7 @@ def test_a_quarter_of_the_state_is_enough(tmp_path: Path) -> None:
         def join() -> None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-        # With two compute threads glibc otherwise keeps some 400 MB of freed activations; see docs/memory.md.
+        # With two compute threads glibc otherwise keeps some 400 MB of freed activations; see docs/internals/memory.md.
         environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": str(2**20)}
         command = [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)]
         done = subprocess.run(command, preexec_fn=join, capture_output=True, text=True, check=False, env=environment)

@@ -1,4 +1,4 @@
-"""The bound of a step: what no legal order of a plan's operations beats. See docs/overlap.md.
+"""The bound of a step: what no legal order of a plan's operations beats. See docs/internals/overlap.md.
 
 [Note: nodes and edges] Compute goes through its visits in a given order. The starts of visits are the nodes of a graph,
 which repeats with every step, without end. An edge from x to y says how many seconds lie between these two moments at

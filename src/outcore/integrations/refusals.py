@@ -111,7 +111,7 @@ def refuse_optimizer(args: TrainingArguments) -> None:
     if name not in OPTIMIZERS:
         raise UnsupportedError(
             f"training arguments: expected optim to be one of {', '.join(OPTIMIZERS)}, but got {name!r}; choose one of "
-            "these, or give the Trainer an optimizer of your own (docs/updates.md)"
+            "these, or give the Trainer an optimizer of your own (docs/explanation/updates.md)"
         )
     optimizer_for(args)
 

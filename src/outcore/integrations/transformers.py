@@ -68,7 +68,7 @@ class OutcoreMixin(StreamedCheckpoints):
 
     Logs, weights and checkpoints equal those of the plain Trainer on one device (with the optimizer's fused
     implementation, Transformers' default). Under ``torchrun``, ranks train together without DDP. The weights equal
-    those of one rank whose accumulation is multiplied by the number of ranks (``docs/ranks.md``).
+    those of one rank whose accumulation is multiplied by the number of ranks (``docs/explanation/ranks.md``).
     ``trainer.optimizer`` is the prepared optimizer, and ``outcore.close(trainer.model)`` ends the run.
 
     A reference model (DPO and others) may be prepared with ``outcore.prepare(ref_model, None, budget=...)`` before it

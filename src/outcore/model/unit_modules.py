@@ -1,7 +1,7 @@
 """Which modules of a model become units. Only structure counts, so it works on the meta device.
 
 Repeated blocks and large input embeddings are found automatically; a user who knows better names the units. See
-docs/units.md, "How units are found".
+docs/explanation/units.md, "How units are found".
 """
 
 from __future__ import annotations

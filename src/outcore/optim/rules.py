@@ -317,7 +317,7 @@ def _advice_on(name: str) -> str:
     for word, instead in _INSTEAD.items():
         if word in name.lower():
             return f"take {instead}{stored}"
-    return "write its update as an outcore.optim.Rule (docs/updates.md), which takes a few lines"
+    return "write its update as an outcore.optim.Rule (docs/explanation/updates.md), which takes a few lines"
 
 
 def _adam(group: Group) -> AdamHyper:

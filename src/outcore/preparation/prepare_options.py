@@ -181,7 +181,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     if wrapped is not None:
         raise ConfigError(
             f"prepare: expected an optimizer before Accelerate prepares it, but got its {type(wrapped).__name__}; call "
-            "outcore.prepare first, and give what it returns to accelerator.prepare (docs/moving.md, From Accelerate)"
+            "outcore.prepare first, and give what it returns to accelerator.prepare (docs/how-to/moving.md)"
         )
     earlier = next((one for one in members(optimizer) if one in _GIVEN), None)
     if earlier is not None:
