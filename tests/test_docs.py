@@ -1,35 +1,40 @@
-"""Pages that repeat facts from the code agree with the code."""
+"""What ``mkdocs build --strict`` does not check: links from and to files beside the site, and facts from the code."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import outcore
 from outcore.spec.lane_names import Lane
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+BESIDE = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(page for folder in ("benchmarks", "research", "tests") for page in (ROOT / folder).rglob("reports/*.md")),
+]
 
 
-def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_reference", DOCS / "make_reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_reference_is_what_the_docstrings_say():
-    made = reference()
-    assert made.PAGE.read_text() == made.page(), "run: python docs/make_reference.py"
+@pytest.mark.parametrize("page", BESIDE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_of_pages_beside_the_site_lead_to_files_and_headings(page: Path):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
 
 
-def test_the_index_names_every_page():
-    linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "README.md").read_text()))
-    assert linked == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"README.md"}
+def test_the_reference_has_every_public_name():
+    page = (DOCS / "reference.md").read_text()
+    errors = re.search(r"members: \[(.*Error)\]", page)[1].split(", ")
+    assert {*re.findall(r"^::: outcore\.(\w+)$", page, flags=re.MULTILINE), *errors} == set(outcore.__all__)
 
 
 @pytest.mark.parametrize("page", ["reference/glossary.md", "internals/lanes.md", "how-to/performance.md"])

@@ -93,10 +93,11 @@ class OutcoreMixin(StreamedCheckpoints):
     ) -> None:
         """Build the underlying Trainer. The model is prepared at its first use.
 
+        Arguments that are not described here are those of ``outcore.prepare``.
+
         Args:
             *args: The Trainer's own arguments.
             budget: The most to take on each tier, as for ``outcore.prepare``.
-            plan: A plan to follow instead of searching for one.
             precision: None: that of the plain Trainer, so a bf16 model is updated in bf16. ``"bf16"`` adds fp32 master
                 weights; ``"fp16"`` means fp16 weights with fp32 masters. ``bf16=True`` and ``fp16=True`` in the
                 training arguments still mean autocast, the latter with Accelerate's gradient scaler.
@@ -105,7 +106,6 @@ class OutcoreMixin(StreamedCheckpoints):
                 follows from it and the batch size. Then the plan is the one that is predicted to be fastest.
             sample: The largest micro-batch to expect, as for ``outcore.prepare``. None: token IDs, if the training
                 arguments have a ``max_length``.
-            units, compile, activations, micro_batches_in_unit: As for ``outcore.prepare``.
             master_format: For param groups without one. ``"compact"`` stores fp32 masters in half the bytes.
             **kwargs: The Trainer's own arguments.
 
