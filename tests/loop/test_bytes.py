@@ -1,4 +1,4 @@
-"""A parameter's bytes on every tier are what the README says, within a hundredth, by measured memory and files."""
+"""A parameter's bytes on every tier are what docs/explanation/bytes.md says, within a hundredth, by measured memory and files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outcore.optim import Lion
 
 from .rig import DEVICE
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/explanation/bytes.md"
 WIDTH, WIDE = 512, 2048
 FEW, MANY = 2, 5
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 def table() -> dict[str, list[list[float]]]:
     """Return, by precision, the least and the most bytes of weight, gradient, master and moments."""
     rows = {}
-    for line in README.read_text().splitlines():
+    for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         name = re.match(r"`(\w+)`( with \[compact masters\])?", cells[0])
         if name and len(cells) == 7:
@@ -121,7 +121,7 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize(("precision", "make", "group", "moments"), CASES)
-def test_a_parameter_takes_what_the_readme_says(
+def test_a_parameter_takes_what_the_page_says(
     precision: str, make: Any, group: dict[str, Any], moments: float | None, tier: str, tmp_path: Path
 ) -> None:
     wanted = expected(precision, tier, moments)
@@ -141,11 +141,11 @@ FROZEN: list[Any] = [
 @pytest.mark.skipif(DEVICE != "cpu", reason="the simulated GPU has no kernels of bitsandbytes")
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize(("row", "layer", "options", "which"), FROZEN)
-def test_a_quantised_parameter_takes_what_the_readme_says(
+def test_a_quantised_parameter_takes_what_the_page_says(
     row: str, layer: str, options: dict[str, Any], which: int, tier: str, tmp_path: Path
 ) -> None:
     kind = getattr(pytest.importorskip("bitsandbytes").nn, layer)
-    [line] = [line for line in README.read_text().splitlines() if row in line and line.startswith("|")]
+    [line] = [line for line in PAGE.read_text().splitlines() if row in line and line.startswith("|")]
     wanted = [float(n) for n in re.findall(r"[\d.]+", line.strip("|").split("|")[-1])][which]
 
     made = kind(WIDE, WIDE, bias=False, **options).to("cpu")  # this quantises it

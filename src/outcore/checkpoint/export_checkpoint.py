@@ -108,11 +108,7 @@ def _export_files(folder: Path, directory: Path, form: Format, *, merge: bool, m
     if directory.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"export: expected a folder outside of '{folder}', but got '{directory}'")
     if not WeightsDirectory.is_there(folder, "adapter_model" if is_adapter else "model"):
-        what = (
-            "expected weights as the libraries save them"
-            if manifest is not None
-            else "expected weights in safetensors files"
-        )
+        what = "expected weights " + ("in safetensors files" if manifest is None else "as the libraries save them")
         repair = f" (of an earlier version, or of a model that its library does not save); {GO_ON}"
         raise ConfigError(f"export: {what} in '{folder}', but there are none{repair if manifest is not None else ''}")
     if manifest is not None:
