@@ -27,6 +27,7 @@ import outcore
 from outcore.command.main import app, main
 from outcore.command.train.data.load import load_data
 from outcore.command.train.methods import FINE_TUNING
+from outcore.command.train.settings.given_settings import Given
 from outcore.command.train.settings.run_settings import resolve
 from outcore.command.train.settings.schema import SHORT_NAMES
 from outcore.integrations.refusals import _ARGUMENTS as REFUSED
@@ -182,7 +183,7 @@ def test_settings_resolve(text: str, tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     needed = {name: name for name in ("model", "data", "out") if f"{name}:" not in text}
-    settings = resolve(file, needed, [], FINE_TUNING)
+    settings = resolve(Given.read(file, needed, []), FINE_TUNING)
     assert settings.budget.disk
 
 
@@ -193,7 +194,7 @@ def test_commands_parse(text: str):
         if words[:2] == ["outcore", "train"]:
             context = COMMAND.make_context("train", words[2:])
             assignments = context.params["assignments"] or []
-            resolve(None, {"model": "m", "data": "d", "out": "o"}, assignments, FINE_TUNING)
+            resolve(Given.read(None, {"model": "m", "data": "d", "out": "o"}, assignments), FINE_TUNING)
 
 
 @pytest.mark.parametrize("kind", ["text", "prompt_completion", "messages"])

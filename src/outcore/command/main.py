@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
 from types import FrameType
@@ -225,10 +226,14 @@ def _run(method: Method, given: Mapping[str, Any]) -> None:
     refuse_missing(*TRAINING)
     given = {name: value for name, value in given.items() if value not in (None, [], ())}
     flags = {name: value for name, value in given.items() if name not in ("config", "assignments", "nproc")}
+    from outcore.command.train.settings.given_settings import Given
+
+    read = partial(Given.read, given.get("config"), flags, given.get("assignments", []))
+    asked = None
     if launched() is None:  # else the first rank speaks for all
         from outcore.command.train.settings.at_once import refuse_at_once
 
-        refuse_at_once(given.get("config"), flags, given.get("assignments", []))
+        refuse_at_once(asked := read())
     if "nproc" in given:
         from outcore.command.train.spawn import num_processes, spawn
 
@@ -245,7 +250,7 @@ def _run(method: Method, given: Mapping[str, Any]) -> None:
             from outcore.command.train.run import run_train
             from outcore.command.train.settings.run_settings import resolve
 
-            settings = resolve(given.get("config"), flags, given.get("assignments", []), method)
+            settings = resolve(asked or read(), method)
             run_train(settings, ranks) if ranks.is_first else follow_train(settings, ranks)
         ranks.end()
     except (KeyboardInterrupt, SystemExit) as stop:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, Self, final
 
 import torch
+from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from outcore.api import close, plan_for, plan_in_time, prepare
 from outcore.command.train.data.load import Data, load_data
-from outcore.command.train.model.adapters import lora_config, with_adapters
+from outcore.command.train.model.adapters import with_adapters
 from outcore.command.train.model.reference import PlacedModel, plan_both
 from outcore.command.train.model.source import ModelSource, build_model, find_model, load_tokenizer, refuse_long
 from outcore.command.train.output.prediction import PredictedStep, PredictionComparison
@@ -189,7 +190,7 @@ class PlannedRun:
                 train_dataset=data.training.rows,
                 eval_dataset=None if data.evaluation is None else data.evaluation.rows,
                 processing_class=self.tokenizer,
-                peft_config=None if settings.lora is None else lora_config(settings.lora),
+                peft_config=None if settings.lora is None else LoraConfig(**settings.lora),
                 callbacks=[*followers],
                 plan=self.model.plan,
                 budget=self._planned_budget(self.model, self.model.plan.kept_bytes),

@@ -11,13 +11,6 @@ from torch import nn
 from outcore.core.errors import ConfigError
 
 
-def lora_config(fields: Mapping[str, Any]) -> Any:
-    """Make PEFT's configuration. Args: fields: Fields of ``LoraConfig``."""
-    from peft import LoraConfig
-
-    return LoraConfig(**fields)
-
-
 def with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     """Add adapters to a model, as TRL's trainers do.
 
@@ -33,10 +26,10 @@ def with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
         raise ConfigError(
             f"--lora: expected a rank of at most {widest:,}, the largest width of the model, but got {rank:,}; lower it"
         )
-    from peft import get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     is_quantized = getattr(model, "is_quantized", False)
-    adapted: nn.Module = get_peft_model(model, lora_config(fields))
+    adapted: nn.Module = get_peft_model(model, LoraConfig(**fields))
     if is_quantized:
         for name, param in adapted.named_parameters():
             if param.requires_grad and "lora_magnitude_vector" not in name:

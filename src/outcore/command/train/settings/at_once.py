@@ -5,32 +5,28 @@ Nothing here is the only check: ``resolve`` and what comes after it refuse the s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection
 
 from outcore.command.train.data.sources import refuse_absent
 from outcore.command.train.model.place import find_place
-from outcore.command.train.settings.given_settings import GivenSetting, from_assignments, from_flags
-from outcore.command.train.settings.schema import SECTIONS, SHORT_NAMES
-from outcore.command.train.settings.yaml_file import read_yaml
+from outcore.command.train.settings.given_settings import Given, GivenSetting
+from outcore.command.train.settings.schema import SHORT_NAMES
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
 from outcore.planner.timing.known_hardware import NO_TIMES, named_hardware
 
-_NEEDED = ("model", "data", "out")
 
-
-def refuse_at_once(config: Path | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> None:
-    """Refuse what is wrong without looking at the libraries. Args: As for ``resolve``.
+def refuse_at_once(given: Given) -> None:
+    """Refuse what is wrong without looking at the libraries.
 
     Raises:
-        ConfigError: The file of settings, a path, a size, or the name of a model or machine cannot be used.
+        ConfigError: A path, a size, or the name of a model or machine cannot be used.
     """
-    in_file = [] if config is None else read_yaml(config, SECTIONS)
-    given = [*in_file, *from_flags(flags), *from_assignments(assignments)]
     # The last one counts.
-    found = {SHORT_NAMES.get(item.key, item.key).removeprefix("outcore."): item for item in given}
+    found = {
+        SHORT_NAMES.get(item.key, item.key).removeprefix("outcore."): item
+        for item in (*given.in_file, *given.on_command_line)
+    }
     if "outcore" not in found:
         refuse_incomplete(found)
     for name in ("device_memory", "host_memory"):
@@ -47,7 +43,7 @@ def refuse_at_once(config: Path | None, flags: Mapping[str, Any], assignments: S
 
 def refuse_incomplete(names: Collection[str]) -> None:
     """Raise if one of the settings without which there is no run is not among those given."""
-    missing = [f"--{name}" for name in _NEEDED if name not in names]
+    missing = [f"--{name}" for name in ("model", "data", "out") if name not in names]
     if missing:
         raise ConfigError(
             f"expected --model, --data and --out, but got no {', no '.join(missing)}; give them as flags or in the "

@@ -1,4 +1,4 @@
-"""Settings as a user gave them: flags and ``--set``, and how values look in a message. For files see ``yaml_file``."""
+"""Settings as a user gave them, in a YAML file, as flags and with ``--set``, each with its place for messages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 
 from outcore.core.errors import ConfigError
 
+SECTIONS = ("outcore", "lora")
+_MOST_BYTES = 1 << 20  # a settings file is a page; a file of weights named by mistake is not read to its end
 # What PyYAML raises for malformed text; its constructors pass on whatever Python raises for a wrong !!tag.
-MALFORMED = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
+_MALFORMED = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
 
 _SHOWN = 120  # the most characters of a value in a message
 _MOST_BITS = 64
@@ -52,11 +55,11 @@ for _kind, _pattern in (("int", _INT), ("float", _FLOAT)):
 
 @dataclass(frozen=True, kw_only=True)
 class GivenSetting:
-    """One setting as it was given, before its name and value are checked."""
+    """One setting as it was given; ``Schema.check`` puts its full name and its converted value in place."""
 
     key: str
-    """As typed; a dot separates a section from its setting."""
-    value: object
+    """A dot separates a section from its setting."""
+    value: Any
     where: str
     """How a message begins: with a flag, a ``--set``, or a line of a file."""
     text: str | None = None
@@ -66,6 +69,28 @@ class GivenSetting:
         """Take apart a mapping that was given for a section as a whole."""
         for key, value in items.items():
             yield GivenSetting(key=f"{self.key}.{key}", value=value, where=f"{self.where}, {key}")
+
+
+class Given(NamedTuple):
+    """All settings of a run as they were given. The command line goes over the file."""
+
+    in_file: Sequence[GivenSetting]
+    on_command_line: Sequence[GivenSetting]
+
+    @classmethod
+    def read(cls, config: Path | None, flags: Mapping[str, object], assignments: Sequence[str]) -> Given:
+        """Read settings, and check nothing but their form.
+
+        Args:
+            config: A YAML file, or None.
+            flags: Option -> value, only those that were given.
+            assignments: ``KEY=VALUE`` texts.
+
+        Raises:
+            ConfigError: The file cannot be read, or an assignment is none.
+        """
+        in_file = [] if config is None else read_yaml(config)
+        return cls(in_file, [*from_flags(flags), *from_assignments(assignments)])
 
 
 def from_flags(flags: Mapping[str, object]) -> list[GivenSetting]:
@@ -113,8 +138,88 @@ def from_yaml(text: str) -> object:
     """Read a value. What is not YAML is text."""
     try:
         return yaml.load(text, Loader)
-    except MALFORMED:
+    except _MALFORMED:
         return text
+
+
+def read_yaml(path: Path) -> list[GivenSetting]:
+    """Read a file of settings as a flat list: a setting in a section is ``section.name``. An empty file has none.
+
+    Raises:
+        ConfigError: The file cannot be read, is not UTF-8, not YAML, not a mapping, or has a name twice.
+    """
+    text = _read(path)
+    try:
+        loader = Loader(text)
+        root = loader.get_single_node()
+        if root is None or (isinstance(root, yaml.ScalarNode) and loader.construct_object(root) is None):
+            return []
+        return list(_settings(loader, path, root))
+    except ConfigError:
+        raise
+    except _MALFORMED as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
+        said = getattr(error, "problem", None) or " ".join(str(error).split())
+        problem = "it is nested too deeply" if isinstance(error, RecursionError) else said
+        raise ConfigError(f"{where}: expected YAML, but this is not YAML: {problem}; correct the file") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"{shown(str(path))}: expected a YAML file of settings, but it cannot be read: {reason}; check the path"
+        ) from error
+    if len(raw) > _MOST_BYTES:
+        raise ConfigError(f"{path}: expected a YAML file of settings, but got more than 1 MiB; check the path")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line}: expected text in UTF-8, but got the byte 0x{raw[error.start]:02x}; "
+            "save the file as UTF-8"
+        ) from error
+
+
+def _settings(loader: Loader, path: Path, node: yaml.Node, section: str = "") -> Iterator[GivenSetting]:
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(
+            f"{path}: expected settings such as 'learning_rate: 1e-5', a line each, but got "
+            f"{shown(loader.construct_object(node, deep=True))}; write a mapping"
+        )
+    loader.flatten_mapping(node)
+    items: dict[str, tuple[str, yaml.Node]] = {}  # a mapping's own value replaces that of a merged anchor
+    for key_node, value in node.value:
+        key, line = loader.construct_object(key_node, deep=True), f"{path}, line {key_node.start_mark.line + 1}"
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"{line}: expected the name of a setting, but got {shown(key)}; put it in quotes if it is a name"
+            )
+        items[key] = line, value
+    for key, (line, value) in items.items():
+        if not section and key in SECTIONS and isinstance(value, yaml.MappingNode) and value.value:
+            yield from _settings(loader, path, value, f"{key}.")
+        else:
+            yield _setting(loader, section + key, value, f"{line}: {section}{key}")
+
+
+def _setting(loader: Loader, key: str, node: yaml.Node, where: str) -> GivenSetting:
+    try:
+        value = loader.construct_object(node, deep=True)
+    except (yaml.YAMLError, RecursionError):
+        raise
+    except _MALFORMED as error:
+        text = shown(node.value) if isinstance(node, yaml.ScalarNode) else "a part of it"
+        raise ConfigError(
+            f"{where}: expected a value, but YAML cannot read {text}; put it in quotes if it is text"
+        ) from error
+    has_text = isinstance(node, yaml.ScalarNode) and value is not None
+    return GivenSetting(key=key, value=value, where=where, text=node.value if has_text else None)
 
 
 def shown(value: object) -> str:

@@ -9,7 +9,7 @@ current directory, also those in the file; ``~`` is the home directory.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,15 @@ from typing import Any
 from outcore.command.train.method import Method
 from outcore.command.train.model.quantization import Quantization, quantization_of
 from outcore.command.train.settings.at_once import refuse_incomplete
-from outcore.command.train.settings.given_settings import from_assignments, from_flags, shown
+from outcore.command.train.settings.given_settings import Given, GivenSetting, shown
 from outcore.command.train.settings.outcore_settings import RunOptions
-from outcore.command.train.settings.schema import SECTIONS, CheckedSetting, Schema
+from outcore.command.train.settings.schema import Schema
 from outcore.command.train.settings.setting_rules import LENGTHS, check_lora, check_training, refuse_contradictions
-from outcore.command.train.settings.yaml_file import read_yaml
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.core.quantities import parse_bytes
 from outcore.spec.budget import Budget
 
-Settled = Mapping[str, CheckedSetting]
+Settled = Mapping[str, GivenSetting]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +47,14 @@ class RunSettings(RunOptions):
         return ", ".join(self.data)
 
 
-def resolve(config: Path | None, flags: Mapping[str, Any], assignments: Sequence[str], method: Method) -> RunSettings:
-    """Put a run's settings together. Only ``config`` is read, and nothing is written.
-
-    Args:
-        config: A YAML file, or None.
-        flags: Option -> value, only those that were given.
-        assignments: ``KEY=VALUE`` texts.
-        method: What the run trains for.
+def resolve(given: Given, method: Method) -> RunSettings:
+    """Put a run's settings together. Nothing is read or written.
 
     Raises:
-        ConfigError: A file that cannot be read, a name that does not exist, a value that is not allowed, or settings
-            that exclude one another.
+        ConfigError: A name that does not exist, a value that is not allowed, or settings that exclude one another.
     """
-    in_file = [] if config is None else read_yaml(config, SECTIONS)
-    on_command_line = [*from_flags(flags), *from_assignments(assignments)]
     schema = Schema(method)
-    settled = _merged(schema.check(in_file), schema.check(on_command_line))
+    settled = _merged(schema.check(given.in_file), schema.check(given.on_command_line))
     refuse_incomplete([key.removeprefix("outcore.") for key in settled])
     refuse_contradictions(settled)
     lora = _lora(settled)
@@ -83,7 +73,7 @@ def resolve(config: Path | None, flags: Mapping[str, Any], assignments: Sequence
     )
 
 
-def _merged(in_file: Settled, on_command_line: Settled) -> dict[str, CheckedSetting]:
+def _merged(in_file: Settled, on_command_line: Settled) -> dict[str, GivenSetting]:
     """Let the command line override the file. Steps and epochs, which both say how long a run is, count as one here."""
     is_length_given = not on_command_line.keys().isdisjoint(LENGTHS)
     kept = {key: setting for key, setting in in_file.items() if not (is_length_given and key in LENGTHS)}
@@ -142,7 +132,7 @@ def _device(settled: Settled) -> str | None:
     return str(asked.value)
 
 
-def _refuse_absent(asked: CheckedSetting) -> None:
+def _refuse_absent(asked: GivenSetting) -> None:
     """Raise with outcore's reason why it sees no accelerator."""
     from outcore.device.opening import open_device
 

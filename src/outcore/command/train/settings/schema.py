@@ -17,12 +17,10 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from outcore.command.train.method import Method
-from outcore.command.train.settings.given_settings import GivenSetting, shown
+from outcore.command.train.settings.given_settings import SECTIONS, GivenSetting, shown
 from outcore.command.train.settings.outcore_settings import OutcoreSettings
 from outcore.core.errors import ConfigError
 from outcore.integrations.versions import other_names
-
-SECTIONS = ("outcore", "lora")
 
 SHORT_NAMES: Mapping[str, str] = {
     "steps": "max_steps",
@@ -108,14 +106,6 @@ _CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
-class CheckedSetting:
-    """A setting whose name and value are right by themselves."""
-
-    value: Any
-    where: str
-
-
-@dataclass(frozen=True)
 class SettingKind:
     """The values that one setting takes."""
 
@@ -147,15 +137,23 @@ class SettingKind:
                 wrong = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str)]
                 if not self.words or all(word in self.words for word in wrong):
                     return reading if isinstance(value, float) and value == reading else value  # 3 stays 3, not 3.0
-                near = difflib.get_close_matches(str(value), self.words, n=3, cutoff=0)
-                nearest = f"{len(self.words)} words, the nearest being {', '.join(near)}"
-                expected = {f"one of {', '.join(self.words) if len(self.words) <= _MANY else nearest}": None}
+                some = (
+                    self.words
+                    if len(self.words) <= _MANY
+                    else [*self.words[:_MANY], f"{len(self.words) - _MANY} others"]
+                )
+                expected = {f"one of {', '.join(some)}": None}
                 break
         said = " or ".join(expected) or "a value of another type"
         usual = "" if self.default in (MISSING, None) else f", or leave it out for {shown(self.default)}"
-        near = difflib.get_close_matches(shown(given.value).strip("'"), self.words, n=1)
-        repair = f"did you mean '{near[0]}'?" if near and near[0] != given.value else f"correct it{usual}"
+        repair = suggestion(shown(given.value).strip("'"), self.words) or f"correct it{usual}"
         raise ConfigError(f"{given.where}: expected {said}, but got {shown(given.value)}; {repair}")
+
+
+def suggestion(wrong: str, known: Iterable[str]) -> str:
+    """Ask whether a word was meant that is like the wrong one; empty if none is."""
+    near = [word for word in difflib.get_close_matches(wrong.lower(), list(known), n=1) if word != wrong]
+    return f"did you mean '{near[0]}'?" if near else ""
 
 
 def _expected(error: Mapping[str, Any]) -> str:
@@ -194,16 +192,16 @@ class Schema:
         self.kinds |= own | dict(_kinds(LoraConfig, words, "lora."))
         self.defaults = {key: value for key, value in DEFAULTS.items() if key in self.kinds}
 
-    def check(self, given: Iterable[GivenSetting]) -> dict[str, CheckedSetting]:
+    def check(self, given: Iterable[GivenSetting]) -> dict[str, GivenSetting]:
         """Check names and values of settings that were given side by side.
 
         Raises:
             ConfigError: An unknown name, a value that its setting does not take, or the same setting twice.
         """
-        checked: dict[str, CheckedSetting] = {}
+        checked: dict[str, GivenSetting] = {}
         for item in _apart(given):
             key = self._key(item)
-            setting = CheckedSetting(self._value(key, item), item.where)
+            setting = dataclasses.replace(item, key=key, value=self._value(key, item))
             other = checked.setdefault(key, setting)
             if other.value != setting.value:
                 raise ConfigError(
@@ -217,26 +215,23 @@ class Schema:
         key = next((key for key in (name, f"outcore.{name}") if key in self.kinds), None)
         if key is not None:
             return key
-        raise ConfigError(f"{given.where}: expected the name of a setting, but got {self._instead_of(given.key)}")
+        raise ConfigError(f"{given.where}: unknown setting {shown(given.key)}; {self._instead_of(given.key)}")
 
     def _instead_of(self, key: str) -> str:
-        got = f"the unknown {shown(key)}"
         head, dot, tail = key.partition(".")
         if dot and head in self.kinds:
-            return f"{got}; give {head} as a whole: {head}={{{tail}: VALUE}}"
+            return f"give {head} as a whole: {head}={{{tail}: VALUE}}"
         if key.rpartition(".")[2] == "state_format":
-            return f"{got}; optim says how states are stored: names with 8bit, such as adamw_8bit, store 8 bits"
+            return "optim says how states are stored: names with 8bit, such as adamw_8bit, store 8 bits"
         # A right name that belongs to another section is suggested first.
         known = [name for name in (*self._names, *self.kinds) if name not in INSTEAD]
-        leaf = key.rpartition(".")[2].lower()
-        moved = [name for name in known if name.rpartition(".")[2] == leaf]
-        leaves = {name.removeprefix("outcore."): None for name in known}
-        near = moved or difflib.get_close_matches(key.lower(), leaves, n=1)
-        if near:
-            return f"{got}; did you mean '{near[0]}'?"
+        moved = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2].lower()]
         return (
-            f"{got}, and no name is like it; the options of this command are settings (--help lists them), and so are "
-            f"the fields of trl.{self._config_name} and those of the sections outcore and lora"
+            f"did you mean '{moved[0]}'?"
+            if moved
+            else suggestion(key, dict.fromkeys(name.removeprefix("outcore.") for name in known))
+            or f"use an option of this command (--help lists them), a field of trl.{self._config_name}, or a key under "
+            "lora: or outcore:"
         )
 
     def _value(self, key: str, given: GivenSetting) -> Any:

@@ -12,8 +12,7 @@ from typing import Any
 
 from outcore.command.train.data.sources import sources_of
 from outcore.command.train.method import Method
-from outcore.command.train.settings.given_settings import shown
-from outcore.command.train.settings.schema import CheckedSetting
+from outcore.command.train.settings.given_settings import GivenSetting, shown
 from outcore.core.errors import ConfigError, UnsupportedError
 
 LENGTHS = ("max_steps", "num_train_epochs")
@@ -26,7 +25,7 @@ _EVALUATION = ("per_device_eval_batch_size", "load_best_model_at_end", "metric_f
 _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, ImportError, OSError)
 
 
-def refuse_contradictions(settings: Mapping[str, CheckedSetting]) -> None:
+def refuse_contradictions(settings: Mapping[str, GivenSetting]) -> None:
     """Refuse settings of which one would silently have no effect.
 
     Raises:
@@ -40,7 +39,7 @@ def refuse_contradictions(settings: Mapping[str, CheckedSetting]) -> None:
     _refuse_output_among_data(settings)
 
 
-def check_lora(lora: Mapping[str, Any], settings: Mapping[str, CheckedSetting]) -> None:
+def check_lora(lora: Mapping[str, Any], settings: Mapping[str, GivenSetting]) -> None:
     """Have PEFT check its settings together.
 
     Raises:
@@ -58,9 +57,7 @@ def check_lora(lora: Mapping[str, Any], settings: Mapping[str, CheckedSetting]) 
         LoraConfig(**lora)
 
 
-def check_training(
-    training: Mapping[str, Any], out: str, settings: Mapping[str, CheckedSetting], method: Method
-) -> None:
+def check_training(training: Mapping[str, Any], out: str, settings: Mapping[str, GivenSetting], method: Method) -> None:
     """Have TRL, transformers and torch check their settings together. Nothing is written or printed.
 
     Raises:
@@ -82,7 +79,7 @@ def check_training(
         _refuse_absent_trackers(args.report_to, given["report_to"].where)
 
 
-def _refuse_two_lengths(settings: Mapping[str, CheckedSetting]) -> None:
+def _refuse_two_lengths(settings: Mapping[str, GivenSetting]) -> None:
     steps, epochs = (settings.get(key) for key in LENGTHS)
     if steps is not None and epochs is not None:
         raise ConfigError(
@@ -91,7 +88,7 @@ def _refuse_two_lengths(settings: Mapping[str, CheckedSetting]) -> None:
         )
 
 
-def _refuse_two_precisions(settings: Mapping[str, CheckedSetting]) -> None:
+def _refuse_two_precisions(settings: Mapping[str, GivenSetting]) -> None:
     """Refuse TRL's ``bf16`` with any precision but fp32, since it is autocast over fp32 weights."""
     precision = settings.get("outcore.precision")
     asked = settings.get("bf16")
@@ -103,7 +100,7 @@ def _refuse_two_precisions(settings: Mapping[str, CheckedSetting]) -> None:
         )
 
 
-def _refuse_unused_intervals(settings: Mapping[str, CheckedSetting]) -> None:
+def _refuse_unused_intervals(settings: Mapping[str, GivenSetting]) -> None:
     for name in ("save", "eval", "logging"):
         steps, strategy = settings.get(f"{name}_steps"), settings.get(f"{name}_strategy")
         if steps is not None and strategy is not None and strategy.value != "steps":
@@ -119,7 +116,7 @@ def _refuse_unused_intervals(settings: Mapping[str, CheckedSetting]) -> None:
         )
 
 
-def _refuse_keeping_what_is_not_saved(settings: Mapping[str, CheckedSetting]) -> None:
+def _refuse_keeping_what_is_not_saved(settings: Mapping[str, GivenSetting]) -> None:
     strategy, keep = settings.get("save_strategy"), settings.get("save_total_limit")
     minutes = settings.get("outcore.save_every_minutes")
     is_saving = "save_steps" in settings or any(
@@ -131,7 +128,7 @@ def _refuse_keeping_what_is_not_saved(settings: Mapping[str, CheckedSetting]) ->
         )
 
 
-def _refuse_evaluation_without_data(settings: Mapping[str, CheckedSetting]) -> None:
+def _refuse_evaluation_without_data(settings: Mapping[str, GivenSetting]) -> None:
     data = settings.get("outcore.eval_data")
     if data is not None and data.value is not None:
         strategy = settings.get("eval_strategy")
@@ -150,7 +147,7 @@ def _refuse_evaluation_without_data(settings: Mapping[str, CheckedSetting]) -> N
             )
 
 
-def _refuse_output_among_data(settings: Mapping[str, CheckedSetting]) -> None:
+def _refuse_output_among_data(settings: Mapping[str, GivenSetting]) -> None:
     """Refuse a folder to write to below one of data: a run that resumes would read its own output as data."""
     out = settings["outcore.out"]
     path = os.path.realpath(out.value)
@@ -166,7 +163,7 @@ def _refuse_output_among_data(settings: Mapping[str, CheckedSetting]) -> None:
                 )
 
 
-def _names_of(data: CheckedSetting) -> list[str]:
+def _names_of(data: GivenSetting) -> list[str]:
     """Return what data is read from. Raises: ConfigError: Its weights cannot be used."""
     try:
         return [source.name for source in sources_of(data.value)]
@@ -204,7 +201,7 @@ def _refuse_absent_trackers(trackers: Iterable[str], where: str) -> None:
 
 
 @contextmanager
-def _refused_by(who: str, settings: Mapping[str, CheckedSetting]) -> Iterator[None]:
+def _refused_by(who: str, settings: Mapping[str, GivenSetting]) -> Iterator[None]:
     try:
         yield
     except (UnsupportedError, *_REFUSALS) as error:
@@ -218,7 +215,7 @@ def _refused_by(who: str, settings: Mapping[str, CheckedSetting]) -> Iterator[No
         ) from error
 
 
-def _guilty(settings: Mapping[str, CheckedSetting], said: str) -> list[str]:
+def _guilty(settings: Mapping[str, GivenSetting], said: str) -> list[str]:
     """Return where the settings were given that a library's message is about, as far as it tells."""
     by_name = [s.where for key, s in settings.items() if re.search(rf"\b{key.rpartition('.')[2]}\b", said)]
     by_value = [s.where for s in settings.values() if any(word in said for word in _long_words(s.value))]
