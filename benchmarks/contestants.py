@@ -24,7 +24,7 @@ import outcore
 from outcore.core.quantities import format_bytes
 from outcore.engine.optimizer import StreamedOptimizer
 from outcore.engine.recompute.checks import FIRST_CALLS
-from outcore.memory.limits import host_free_bytes
+from outcore.memory.machine import host_free_bytes
 from outcore.spec.plan import Plan
 from outcore.spec.timeline import COMPUTE, Timeline
 

@@ -44,7 +44,7 @@ import outcore
 from outcore.api import plan_in_time
 from outcore.core.errors import OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes, parse_bytes
-from outcore.memory.limits import disk_free_bytes, host_free_bytes
+from outcore.memory.machine import disk_free_bytes, host_free_bytes
 from outcore.model.partition import partition
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import Simulation

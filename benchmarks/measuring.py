@@ -18,7 +18,7 @@ import torch
 
 from outcore.api import Prepared, prepare_in_loop
 from outcore.device.faults import Faults
-from outcore.memory.topology import read_topology
+from outcore.memory.machine import read_topology
 from outcore.preparation.prepare_options import Options
 
 

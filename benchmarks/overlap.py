@@ -51,8 +51,7 @@ from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.timing.rates import LINK_OF, Rates
 from outcore.planner.timing.simulate import simulate
 from outcore.spec.budget import Limits
-from outcore.spec.cut import weights_home
-from outcore.spec.layout import states_bytes, sums_on_device, update_cost_numel
+from outcore.spec.layout import states_bytes, sums_on_device, update_cost_numel, weights_home
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Gather, Partition, Plan, Policy, Tier, UnitPlan
 from outcore.spec.schedule import usual_visits

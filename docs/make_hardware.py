@@ -15,7 +15,7 @@ from typing import Any
 from outcore.command.plan.answer import Answer, Question, answer
 from outcore.core.errors import PlanInfeasibleError
 from outcore.core.quantities import format_bytes
-from outcore.spec.reservations import tier_bytes
+from outcore.spec.budget import tier_bytes
 
 PAGE = Path(__file__).resolve().parent / "hardware.md"
 BEGIN, END = "<!-- made by make_hardware.py -->", "<!-- end of what is made -->"

@@ -20,7 +20,7 @@ import one_arithmetic
 import pytest
 import torch
 
-from outcore.memory import topology
+from outcore.memory import machine
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # libraries read it on import
 # Plans have no predicted times: nothing is measured, and tests decide what moves. Tests of times name a machine.
@@ -94,7 +94,7 @@ def _little_to_search() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _idle() -> None:
     """Take no machine for busy: tests run beside one another."""
-    topology._LEAST_S = math.inf
+    machine._LEAST_S = math.inf
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -20,10 +20,10 @@ from outcore.planner.homes.share import can_be_staged, spread
 from outcore.planner.timing.known_hardware import known_hardware
 from outcore.planner.timing.simulate import Simulation
 from outcore.preparation.prepare_options import Options
+from outcore.spec.budget import can_be_early
 from outcore.spec.hardware import Hardware
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
-from outcore.spec.reservations import can_be_early
 
 
 def plan_for(model: nn.Module, optimizer: Any, **options: Any) -> tuple[ModelSpec, Plan]:

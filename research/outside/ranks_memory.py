@@ -62,7 +62,7 @@ def run(width: int, num_blocks: int, num_ranks: int, partition: str, gather: str
 
     import outcore
     from outcore.planner.homes.pools import LEAST
-    from outcore.spec.reservations import reservations
+    from outcore.spec.budget import reservations
 
     torch.set_num_threads(1)
     with torch.device("meta"):

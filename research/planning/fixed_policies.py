@@ -25,8 +25,8 @@ from outcore.planner.homes.pools import UnitHomes
 from outcore.planner.search.evaluations import Evaluations
 from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.plan_space import ALL_DISK, ALL_HOST, ROOMY, TIGHT, PlanSpace
+from outcore.spec.budget import tier_bytes
 from outcore.spec.plan import Plan
-from outcore.spec.reservations import tier_bytes
 
 SMALL, MIDDLE, LARGE, EXPERTS, HUGE = (
     *("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B"),

@@ -27,10 +27,10 @@ from outcore.planner.paper.paper_schedule import Circumstances, consecutive
 from outcore.planner.timing.player import Task, play
 from outcore.planner.timing.rates import LINKS, OperationTimes, Rates, Shared, Way
 from outcore.planner.timing.simulate import tasks_of
-from outcore.spec.cut import shared
+from outcore.spec.budget import can_be_early
+from outcore.spec.layout import shared
 from outcore.spec.model import ModelSpec, Sharing, UnitSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
-from outcore.spec.reservations import can_be_early
 from outcore.spec.schedule import ROOT, Visit, usual_visits
 from outcore.spec.timeline import COMPUTE, HOST
 from planning.bound.bound import bound_of

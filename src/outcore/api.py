@@ -14,8 +14,7 @@ from torch import nn
 
 from outcore.checkpoint.save_and_load import Resumed
 from outcore.checkpoint.weights.export import save_model, stream_tensors
-from outcore.checkpoint.weights.first_values import FirstValues
-from outcore.checkpoint.weights.give_back import Origin, give_back, origins_of, take_weights
+from outcore.checkpoint.weights.model_values import FirstValues, Origin, give_back, origins_of, take_weights
 from outcore.core.errors import ConfigError, OutcoreError
 from outcore.device.faults import Faults
 from outcore.device.opening import open_device

@@ -20,7 +20,7 @@ import outcore
 from outcore.command.demo import demo, plain_loop
 from outcore.command.demo import size as demo_size
 from outcore.core.errors import ConfigError
-from outcore.memory.topology import Others
+from outcore.memory.machine import Others
 
 from .conftest import Run, replaced
 

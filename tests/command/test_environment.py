@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outcore.command import environment
-from outcore.memory.limits import host_limit_bytes, host_total_bytes
+from outcore.memory.machine import host_limit_bytes, host_total_bytes
 
 from .conftest import Run
 

@@ -16,7 +16,7 @@ from outcore.planner.homes.placement import place
 from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.search import explain
 from outcore.planner.timing.known_hardware import known_hardware
-from outcore.spec.reservations import tier_bytes
+from outcore.spec.budget import tier_bytes
 
 from .conftest import CONFIG, Run
 from .test_plan import asked

@@ -11,7 +11,7 @@ from plans import without_launches
 from outcore.command.train.output import prediction as predicted
 from outcore.command.train.output import report
 from outcore.command.train.output.prediction import LaneTimes, PredictedStep, PredictionComparison
-from outcore.memory.topology import Others
+from outcore.memory.machine import Others
 from outcore.planner.timing.known_hardware import known_hardware
 from outcore.spec.plan import Plan
 

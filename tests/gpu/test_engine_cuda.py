@@ -342,7 +342,7 @@ def test_a_recompute_that_differs_is_refused(step, tmp_path):
 
 
 def test_device_memory_is_what_the_plan_says(tmp_path):
-    from outcore.spec.reservations import tier_bytes
+    from outcore.spec.budget import tier_bytes
 
     model = build("llama", torch.bfloat16)
     plan, spec = plan_for(model, "host"), partition(model, state_names=("exp_avg", "exp_avg_sq")).spec

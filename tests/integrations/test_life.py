@@ -211,7 +211,7 @@ def test_no_take_over_that_would_lose_weights(tmp_path, monkeypatch):
         first.train()
         want = weights(first.model)
         with monkeypatch.context() as patched:
-            patched.setattr("outcore.checkpoint.weights.give_back.host_free_bytes", lambda: 1000)
+            patched.setattr("outcore.checkpoint.weights.model_values.host_free_bytes", lambda: 1000)
             with pytest.raises(outcore.ConfigError, match=r"its weights would be lost: they take .* of host memory"):
                 language(side, tmp_path / "second", model=first.model)
         exactly(weights(first.model), want)

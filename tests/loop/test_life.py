@@ -482,10 +482,10 @@ def test_close_that_cannot_keep_weights_changes_nothing(tmp_path, monkeypatch):
         with outcore.gathered(model), pytest.raises(outcore.OutcoreError, match="is inside outcore.gathered"):
             outcore.close(model)
         with monkeypatch.context() as patched:
-            patched.setattr("outcore.checkpoint.weights.give_back.host_free_bytes", lambda: 1000)
+            patched.setattr("outcore.checkpoint.weights.model_values.host_free_bytes", lambda: 1000)
             with pytest.raises(outcore.OutcoreError, match=r"they take .* of host memory, .*keep_weights=False"):
                 outcore.close(model)
-            patched.setattr("outcore.checkpoint.weights.give_back.host_free_bytes", lambda: 2**40)
+            patched.setattr("outcore.checkpoint.weights.model_values.host_free_bytes", lambda: 2**40)
             for error in (KeyboardInterrupt, MemoryError):
                 patched.setattr(ValueAccess, "read_weight", Mock(side_effect=error))
                 with pytest.raises(error):
@@ -528,7 +528,7 @@ def test_the_end_of_a_block_closes_in_any_case(tmp_path, monkeypatch):
     model = make()
     with pytest.warns(UserWarning, match="are gone with the end of its block: they take"):
         with prepared(model, adamw(model), "host", tmp_path):
-            monkeypatch.setattr("outcore.checkpoint.weights.give_back.host_free_bytes", lambda: 1000)
+            monkeypatch.setattr("outcore.checkpoint.weights.model_values.host_free_bytes", lambda: 1000)
     with pytest.raises(outcore.ConfigError, match="closed without its weights .load what was saved with from_pretra"):
         outcore.prepare(model, adamw(model))
     assert list(tmp_path.iterdir()) == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outcore.memory import allocator
-from outcore.memory.allocator import HeldBack, give_back, resident_bytes
+from outcore.memory import host
+from outcore.memory.host import HeldBack, give_back, resident_bytes
 
 CHUNK_BYTES, NUM_CHUNKS = 2**16, 1024
 
@@ -20,7 +20,7 @@ def fragmented() -> torch.Tensor:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr(allocator.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(host.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -47,7 +47,7 @@ def test_gives_back_what_grew_and_then_rests(clock: list[float]) -> None:
 def test_little_growth_is_left_alone(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     held, calls = HeldBack(), []
     held.give_back()
-    monkeypatch.setattr(allocator, "give_back", lambda: calls.append(1))
+    monkeypatch.setattr(host, "give_back", lambda: calls.append(1))
     for _ in range(5):
         held.give_back_if_due()
         clock[0] += 10.0
@@ -55,5 +55,5 @@ def test_little_growth_is_left_alone(clock: list[float], monkeypatch: pytest.Mon
 
 
 def test_a_library_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda _: object())
     give_back()

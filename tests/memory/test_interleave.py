@@ -11,7 +11,7 @@ import pytest
 
 from outcore.memory import host as module
 from outcore.memory.host import HUGE_PAGE_BYTES, HostMemory, interleave
-from outcore.memory.topology import memory_nodes
+from outcore.memory.machine import memory_nodes
 
 NBYTES = 3 * HUGE_PAGE_BYTES + 4096
 X86 = SimpleNamespace(get_mempolicy=239, mbind=237, name="x86_64")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from outcore.memory.limits import cpu_quota, disk_free_bytes, host_free_bytes
+from outcore.memory.machine import cpu_quota, disk_free_bytes, host_free_bytes
 
 GIB = 2**30
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from outcore.memory import topology
-from outcore.memory.topology import Node, Others, Topology, cache_bytes, read_topology
+from outcore.memory import machine as this_machine
+from outcore.memory.machine import Node, Others, Topology, cache_bytes, read_topology
 
 
 @pytest.fixture
@@ -149,8 +149,8 @@ def ticks(**used):
 def test_others_count_if_they_leave_too_little(machine, monkeypatch, usable, after, own_s, quota, said):
     """Ten seconds pass. A tick is a hundredth of a second; own time in the kernel is nobody's."""
     now = [0.0, 0.0]
-    monkeypatch.setattr(topology, "_LEAST_S", 0.5)
-    monkeypatch.setattr(topology.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(this_machine, "_LEAST_S", 0.5)
+    monkeypatch.setattr(this_machine.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(os, "times", lambda: os.times_result((now[1], 0, 0, 0, 0)))
     zero = ticks(cpu0="0 0 0 0 0 0 0 0 0 0", cpu1="0 0 0 0 0 0 0 0 0 0")
     files = {"sys/fs/cgroup/cpu.max": quota} if quota else {}

@@ -27,7 +27,7 @@ from outcore.engine.updates.workers import (
     kind_of,
     worker_cpus,
 )
-from outcore.memory.topology import Node, Topology, read_topology
+from outcore.memory.machine import Node, Topology, read_topology
 from outcore.optim.blocks import StoppedError
 
 from .update_cases import FUSED, OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, fused_sgd_is_broken, random

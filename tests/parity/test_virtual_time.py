@@ -40,10 +40,10 @@ from outcore.planner.paper.paper_schedule import Circumstances, consecutive
 from outcore.planner.timing.player import Played, play
 from outcore.planner.timing.rates import LINKS, OperationTimes, Rates, Shared
 from outcore.planner.timing.simulate import PlayedClock, tasks_of
+from outcore.spec.budget import can_be_early
 from outcore.spec.lane_names import RANK_LANES, Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
-from outcore.spec.reservations import can_be_early
 from outcore.spec.schedule import ROOT, Kind, Operation, Visit
 from outcore.spec.timeline import COMPUTE, HOST
 

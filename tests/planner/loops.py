@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from plans import share_updates
 
 from outcore.planner.homes.pools import Comfort, pools_for
+from outcore.spec.budget import can_be_early
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, UnitPlan
-from outcore.spec.reservations import can_be_early
 from outcore.spec.schedule import Phase, Visit
 
 from .models import unit

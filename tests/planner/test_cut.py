@@ -11,11 +11,11 @@ from outcore.core.errors import ConfigError
 from outcore.planner.homes.check import check_plan
 from outcore.planner.homes.pools import Comfort, pools_for
 from outcore.planner.paper.paper_schedule import schedule
-from outcore.spec.cut import weights_home
+from outcore.spec.budget import reservations
+from outcore.spec.layout import weights_home
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.plan_table import plan_table
-from outcore.spec.reservations import reservations
 from outcore.spec.schedule import usual_visits
 
 from .models import layered, unit

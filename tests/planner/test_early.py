@@ -12,10 +12,9 @@ from outcore.core.errors import ConfigError
 from outcore.planner.homes.check import check_plan
 from outcore.planner.homes.early_placement import with_early_updates
 from outcore.planner.homes.placement import place
-from outcore.spec.budget import Limits
+from outcore.spec.budget import Limits, can_be_early, tier_bytes
 from outcore.spec.plan import Plan
 from outcore.spec.plan_table import plan_table
-from outcore.spec.reservations import can_be_early, tier_bytes
 
 from .models import layered
 

@@ -17,9 +17,8 @@ from outcore.planner.homes.activation_policies import Activations, ways_to
 from outcore.planner.homes.check import check_plan
 from outcore.planner.homes.placement import STAYING, fitting, least, place, refusal
 from outcore.planner.search.plan_space import ALL_DISK, ALL_HOST, PlanSpace
-from outcore.spec.budget import Limits
+from outcore.spec.budget import Limits, reservations, tier_bytes
 from outcore.spec.plan import TIERS, Plan
-from outcore.spec.reservations import reservations, tier_bytes
 
 from .models import even_footprint, layered, model_specs
 

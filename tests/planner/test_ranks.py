@@ -19,11 +19,11 @@ from outcore.planner.timing.rank_layout import ALONE, RankRates, Ranks, between,
 from outcore.planner.timing.rates import OperationTimes, Rates
 from outcore.planner.timing.simulate import simulate
 from outcore.preparation.with_ranks import fastest
-from outcore.spec.cut import shared
+from outcore.spec.budget import tier_bytes
 from outcore.spec.lane_names import Lane
+from outcore.spec.layout import shared
 from outcore.spec.model import ModelSpec, Sharing
 from outcore.spec.plan import Plan
-from outcore.spec.reservations import tier_bytes
 from outcore.spec.schedule import usual_visits
 
 from .models import layered

@@ -31,10 +31,9 @@ from outcore.planner.search.search import Found, _PlanSearch, search
 from outcore.planner.search.wear import least_worn
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import Simulation, simulate
-from outcore.spec.budget import Limits
+from outcore.spec.budget import Limits, tier_bytes
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
-from outcore.spec.reservations import tier_bytes
 from outcore.spec.schedule import usual_visits
 
 from .models import even_footprint, layered

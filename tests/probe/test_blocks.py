@@ -14,7 +14,7 @@ from parity.zoo import batches, make
 from torch import nn
 
 from outcore.device.opening import device_name, open_device
-from outcore.memory.topology import Others
+from outcore.memory.machine import Others
 from outcore.model.partition import Partition, partition
 from outcore.planner.timing.counted import counted_work
 from outcore.planner.timing.known_hardware import known_hardware

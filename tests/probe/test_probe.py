@@ -27,8 +27,7 @@ from outcore.core.quantities import PAGE_BYTES
 from outcore.device.opening import open_device
 from outcore.memory import disk_file
 from outcore.memory.disk import DiskStore, Extent
-from outcore.memory.limits import host_bytes
-from outcore.memory.topology import Others
+from outcore.memory.machine import Others, host_bytes
 from outcore.model.partition import partition
 from outcore.planner.timing.counted import counted_work
 from outcore.planner.timing.known_hardware import known_hardware

@@ -162,8 +162,8 @@ def test_two_ranks_train_what_one_does(method, trained, tmp_path):
 
 LITTLE = """
 import math
-from outcore.memory import topology
-topology._LEAST_S = math.inf
+from outcore.memory import machine
+machine._LEAST_S = math.inf
 from outcore.probe import links, measure
 from outcore.probe.measure import MIB, Effort
 least = Effort(window_s=0.004, buffer_bytes=2 * MIB, sizes=(MIB // 16, MIB), disk_bytes=4 * MIB, steps=2)

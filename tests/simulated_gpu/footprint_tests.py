@@ -36,8 +36,8 @@ from outcore.model import expensive_operations as dear
 from outcore.model.partition import partition
 from outcore.planner.forward.saved_bytes import footprint_of
 from outcore.planner.homes.activation_policies import WORKSPACE_SHARE
+from outcore.spec.budget import tier_bytes
 from outcore.spec.plan import POLICIES, TIERS
-from outcore.spec.reservations import tier_bytes
 
 pytestmark = pytest.mark.gpu
 LAYERS, ROWS, LENGTH, WORDS = 6, 4, 64, 600

@@ -29,8 +29,8 @@ from outcore.model.partition import partition
 from outcore.optim.rules import rule_for
 from outcore.planner.forward.footprint import Footprint
 from outcore.planner.forward.saved_bytes import footprint_of
+from outcore.spec.budget import tier_bytes
 from outcore.spec.plan import POLICIES, TIERS
-from outcore.spec.reservations import tier_bytes
 
 pytestmark = pytest.mark.gpu
 NUM_PLANS = 8  # memory_of_plans.py tries more

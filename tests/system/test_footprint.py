@@ -21,7 +21,7 @@ from torch import nn
 import outcore
 from outcore.engine import attached
 from outcore.engine.values.parameter_values import ParameterValues
-from outcore.memory.allocator import resident_bytes
+from outcore.memory.host import resident_bytes
 
 
 class Block(nn.Module):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Self
 
 from outcore.planner.timing.rates import Link, Rates
-from outcore.spec.cut import weights_home
-from outcore.spec.layout import Staging, staging, starts_from_weights, states_bytes, sums_on_device
+from outcore.spec.layout import Staging, staging, starts_from_weights, states_bytes, sums_on_device, weights_home
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import UnitPlan
 

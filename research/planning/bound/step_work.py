@@ -15,7 +15,7 @@ from typing import NamedTuple
 from outcore.order.weight_cache import slot_sizes
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.timing.rates import Rates
-from outcore.spec.cut import weights_home
+from outcore.spec.layout import weights_home
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, PoolKind
 from outcore.spec.schedule import Visit

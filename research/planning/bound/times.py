@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.timing.rates import OperationTimes, Rates
-from outcore.spec.cut import in_slot
+from outcore.spec.layout import in_slot
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, PoolKind, Tier, UnitPlan
 from outcore.spec.schedule import ROOT, Visit

@@ -14,7 +14,7 @@ from outcore.engine.checkpoint_saves import Save
 from outcore.engine.engine import Engine
 from outcore.memory.files.checkpoint_file import PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import UnfinishedCheckpoint
-from outcore.memory.limits import disk_free_bytes
+from outcore.memory.machine import disk_free_bytes
 from outcore.spec.manifest import ChecksummedBlock, Manifest
 
 

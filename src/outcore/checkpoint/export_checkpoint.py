@@ -22,8 +22,8 @@ from outcore.checkpoint.find_checkpoints import NOT_OF_A_MODEL, TRAINER_STATE, f
 from outcore.checkpoint.library_files import REST
 from outcore.checkpoint.training_state import OPTIMIZER_CLASS
 from outcore.checkpoint.unit_files import UNIT, is_converted, read_saved
+from outcore.checkpoint.weights.conversions import places
 from outcore.checkpoint.weights.load_plan import LoadPlan, plan_loading
-from outcore.checkpoint.weights.state_names import places
 from outcore.core.errors import ConfigError
 from outcore.core.extra import refuse_missing
 from outcore.memory.files.checkpoint_folder import mapped_tensors

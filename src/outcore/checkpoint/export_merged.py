@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from outcore.checkpoint.find_checkpoints import NOT_OF_A_MODEL, RECORD, found_in
-from outcore.checkpoint.weights.conversions import saving_groups
+from outcore.checkpoint.weights.conversions import places, saving_groups
 from outcore.checkpoint.weights.export import ADAPTER_FILE, GENERATION, adapter_tensors, saved_state, without_bytes
 from outcore.checkpoint.weights.merge import BaseWeights, Merged
-from outcore.checkpoint.weights.state_names import places
 from outcore.core.errors import ConfigError
 from outcore.core.extra import refuse_missing
 from outcore.engine.values.access import sample_of

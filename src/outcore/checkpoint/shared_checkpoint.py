@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from outcore.checkpoint.small_state import random_states, restore_random_states
-from outcore.checkpoint.weights.state_names import places
+from outcore.checkpoint.weights.conversions import places
 from outcore.engine.checkpoint_saves import Save
 from outcore.engine.engine import Engine
 from outcore.memory.files.checkpoint_file import Files, PartOfCheckpoint

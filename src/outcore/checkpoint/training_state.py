@@ -21,9 +21,8 @@ from torch import nn
 from outcore.checkpoint.find_checkpoints import refuse_other_tensors
 from outcore.checkpoint.shared_checkpoint import restore_buffer
 from outcore.checkpoint.unit_files import as_shown, differences, files_in, is_state, load_states_of
-from outcore.checkpoint.weights.conversions import is_adapter_model
+from outcore.checkpoint.weights.conversions import is_adapter_model, places
 from outcore.checkpoint.weights.load_plan import plan_loading
-from outcore.checkpoint.weights.state_names import places
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.engine.engine import engine_of
 from outcore.engine.optimizer import StreamedOptimizer, class_names

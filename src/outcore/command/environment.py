@@ -17,7 +17,7 @@ from outcore.command.files import usual_folders
 from outcore.core.errors import DiskError, OutcoreError
 from outcore.core.quantities import format_bytes
 from outcore.memory.disk import DiskStore
-from outcore.memory.limits import cpu_quota, disk_free_bytes, host_free_bytes, host_limit_bytes, host_total_bytes
+from outcore.memory.machine import cpu_quota, disk_free_bytes, host_free_bytes, host_limit_bytes, host_total_bytes
 from outcore.preparation.with_ranks import free_budget
 from outcore.spec.budget import Budget
 

@@ -11,7 +11,7 @@ from outcore.command.files import refuse_unwritable
 from outcore.core.errors import ConfigError, DiskError, OutcoreError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.device.opening import device_of_rank, open_device
-from outcore.memory.topology import Others
+from outcore.memory.machine import Others
 from outcore.probe.links import RankConnection, measure_links
 from outcore.probe.measured_machines import Machine, Measured
 from outcore.ranks.world import World, join_world

@@ -12,7 +12,7 @@ from outcore.device.faults import Faults
 from outcore.device.lanes import Handle, HostExecution, pause
 from outcore.device.race import RaceChecker
 from outcore.memory.host import HostMemory
-from outcore.memory.limits import host_bytes, host_free_bytes
+from outcore.memory.machine import host_bytes, host_free_bytes
 from outcore.spec.lane_names import Lane
 
 

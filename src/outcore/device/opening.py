@@ -12,7 +12,7 @@ from outcore.device.cuda import BACKEND, CudaDevice
 from outcore.device.device import Device
 from outcore.device.faults import NO_FAULTS, Faults
 from outcore.device.race import RaceChecker
-from outcore.memory.topology import processor_name
+from outcore.memory.machine import processor_name
 
 
 def open_device(

@@ -23,8 +23,8 @@ from outcore.engine.unit.tiers import Tiers
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import flat, own_slice, torch_dtype
 from outcore.engine.updates.plain import PlainUpdates
-from outcore.memory.allocator import WORTH_BYTES, HeldBack
 from outcore.memory.arena import Buffer
+from outcore.memory.host import WORTH_BYTES, HeldBack
 from outcore.optim.compact import close_masters
 from outcore.order.ledger import Home
 from outcore.order.slots import Pools

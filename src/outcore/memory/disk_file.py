@@ -11,7 +11,7 @@ from typing import Protocol, Self, final
 
 from outcore.core.errors import DiskError
 from outcore.core.quantities import PAGE_BYTES, format_bytes
-from outcore.memory.limits import disk_free_bytes
+from outcore.memory.machine import disk_free_bytes
 from outcore.memory.run_directory import DATA_NAME, RunDirectory, reclaim_dead
 
 _MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}  # statfs(2), linux/magic.h

@@ -1,4 +1,6 @@
-"""Host memory for an arena: anonymous, in huge pages where possible, resident, and by default not inherited by a fork.
+"""Host memory of this process: mapped for arenas, and freed memory that the C library holds back from the system.
+
+An arena's memory is anonymous, in huge pages where possible, resident, and by default not inherited by a fork.
 
 [Note: mapping lifetime] The mapping lives as long as any tensor views it: a tensor holds the NumPy array, which holds
 the mapping (``torch.frombuffer`` does not). ``close`` therefore cannot unmap. It gives the pages back to the system at
@@ -18,6 +20,12 @@ copies and disk transfers pass through all of the range.
 
 The system call is made by number, since libnuma is rarely installed. It may fail, since many containers forbid it;
 memory then lies where it would lie anyway.
+
+[Note: held back] glibc keeps freed memory that lies below memory in use. Activations and gradients come and go in a
+different order every step, so the memory that it keeps grows to a multiple of what a step uses: 180 MiB beside a plan
+of 366 MiB. ``malloc_trim`` gives whole pages back wherever they lie. The call takes time, and the next step takes even
+more to touch the pages again: ten times as much if activations are large. So it is called when memory has grown, and
+seldom enough that both together cost about a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -25,8 +33,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Self, final
 
 import numpy as np
@@ -35,8 +45,7 @@ import torch
 from outcore.core.closing import Closing
 from outcore.core.errors import MemoryBudgetError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
-from outcore.memory.limits import host_free_bytes
-from outcore.memory.topology import memory_nodes
+from outcore.memory.machine import host_free_bytes, memory_nodes
 
 HUGE_PAGE_BYTES = 2 * 2**20
 
@@ -208,3 +217,53 @@ def _syscall() -> Syscall:
     function = ctypes.CDLL(None).syscall
     function.restype = ctypes.c_long
     return function
+
+
+WORTH_BYTES = 32 * 2**20
+"""Growth that is worth a call."""
+_REST = 100  # least time between calls, as a multiple of the last call's time and that to touch the pages again
+_TOUCHED_PER_S = 2.0 * 2**30
+"""Bytes of fresh memory touched per second. A core of an EPYC finds and clears 82,000 pages in 0.14 s
+(benchmarks/step.py)."""
+_LEAST_REST_S = 1.0
+_STATM = Path("/proc/self/statm")
+
+
+def give_back() -> None:
+    """Give freed memory back to the system, if the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process in bytes, without pages of files and shared memory."""
+    pages = _STATM.read_text().split()
+    return (int(pages[1]) - int(pages[2])) * PAGE_BYTES
+
+
+@final
+class HeldBack:
+    """Gives memory back now and then. See [Note: held back]."""
+
+    def __init__(self) -> None:
+        self._known_bytes = 0
+        self._due_s = 0.0
+
+    def give_back_if_due(self) -> None:
+        """Give memory back if it has grown enough and the last call is long ago. Cheap: call it after each step."""
+        now = time.monotonic()
+        if now < self._due_s:
+            return
+        if resident_bytes() - self._known_bytes < WORTH_BYTES:
+            self._due_s = now + _LEAST_REST_S
+            return
+        grown_bytes = resident_bytes()
+        self.give_back()
+        taken_s = time.monotonic() - now + max(0, grown_bytes - self._known_bytes) / _TOUCHED_PER_S
+        self._due_s = now + max(_REST * taken_s, _LEAST_REST_S)
+
+    def give_back(self) -> None:
+        """Give memory back at once."""
+        give_back()
+        self._known_bytes = resident_bytes()

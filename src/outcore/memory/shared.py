@@ -21,7 +21,7 @@ from outcore.core.closing import Closing
 from outcore.core.errors import MemoryBudgetError, OutcoreError
 from outcore.core.quantities import PAGE_BYTES, align_up, format_bytes
 from outcore.memory.host import interleave, kept_from_children
-from outcore.memory.limits import host_free_bytes
+from outcore.memory.machine import host_free_bytes
 
 
 @final

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -13,7 +15,6 @@ from torch.nn.parameter import UninitializedParameter
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.quantities import PAGE_BYTES, PARAM_ALIGN_BYTES, align_up
 from outcore.core.strides import is_dense, row_major
-from outcore.model.kept_in_fp32 import kept_in_fp32
 from outcore.model.quantized import Quantized, full_shape, is_quantized, quantized_weights, refuse_unusable
 from outcore.model.unit_modules import find_units, output_embeddings, select_units
 from outcore.model.wrapped import bytes_of, is_wrapped, memory_of, tensors_in
@@ -335,3 +336,33 @@ def _refuse_overlap(model: nn.Module) -> None:
                 "assigning the same torch.nn.Parameter to both modules, or clone what is inside of a wrapper"
             )
         reached[device] = stop, name
+
+
+_LISTS: Mapping[str, tuple[str, ...]] = {
+    "bfloat16": ("_keep_in_fp32_modules_strict",),
+    "float16": ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
+}
+
+
+def kept_in_fp32(model: nn.Module, dtype: str | None) -> Iterator[torch.Tensor]:
+    """Yield parameters and buffers that stay in fp32 in a model of 16 bits, also of models inside wrappers.
+
+    This is the rule of ``from_pretrained`` in Transformers. A model lists patterns of names, such as those of the
+    routers of some mixtures of experts, and instances may change them.
+
+    Args:
+        model: Any module.
+        dtype: Dtype of the rest of the model; None, or a dtype of more bits: nothing is kept.
+    """
+    patterns = [pattern for name in _LISTS.get(dtype or "", ()) for pattern in getattr(model, name, None) or ()]
+    if not patterns:
+        for child in model.children():
+            yield from kept_in_fp32(child, dtype)
+        return
+    listed = re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in patterns))
+    for prefix, module in model.named_modules():
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+            full = f"{prefix}.{name}".replace(".base_layer.", ".")  # as if no adapter were around the module
+            is_saved = tensor is not None and name not in module._non_persistent_buffers_set
+            if is_saved and tensor.is_floating_point() and listed.search(full.removeprefix(".")):
+                yield tensor

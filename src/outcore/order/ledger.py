@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, Union
 
-from outcore.spec.cut import weights_home
-from outcore.spec.layout import CODES, has_master, states_bytes, states_of
+from outcore.spec.layout import CODES, has_master, states_bytes, states_of, weights_home
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Tier, UnitPlan
 

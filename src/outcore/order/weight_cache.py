@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from outcore.core.errors import ConfigError
-from outcore.spec.cut import in_slot
+from outcore.spec.layout import in_slot
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier
 from outcore.spec.schedule import ROOT, Phase, Visit

@@ -13,7 +13,7 @@ import torch
 
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
-from outcore.memory.limits import disk_free_bytes, host_free_bytes
+from outcore.memory.machine import disk_free_bytes, host_free_bytes
 from outcore.model.casts import Autocast
 from outcore.model.partition import Partition
 from outcore.planner.forward.footprint import Footprint

@@ -19,7 +19,7 @@ from outcore.device.faults import Faults
 from outcore.device.opening import device_of_rank, open_device
 from outcore.engine.attached import Values
 from outcore.engine.unit.unit import Unit
-from outcore.memory.limits import host_bytes
+from outcore.memory.machine import host_bytes
 from outcore.model.partition import Partition
 from outcore.optim.rules import UpdateRule, said
 from outcore.planner.homes.check import check_plan

@@ -19,7 +19,7 @@ import torch
 from outcore.core.errors import ConfigError
 from outcore.device.device import Device
 from outcore.device.opening import device_name
-from outcore.memory.topology import Others
+from outcore.memory.machine import Others
 from outcore.model.casts import Autocast
 from outcore.model.partition import Partition
 from outcore.planner.forward.calls import calls_of

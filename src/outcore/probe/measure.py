@@ -28,8 +28,7 @@ from outcore.device.opening import device_name
 from outcore.engine.updates.workers import UpdateWorkers
 from outcore.memory.disk import DiskStore
 from outcore.memory.host import HostMemory
-from outcore.memory.limits import disk_free_bytes, host_bytes, host_free_bytes
-from outcore.memory.topology import cache_bytes
+from outcore.memory.machine import cache_bytes, disk_free_bytes, host_bytes, host_free_bytes
 from outcore.probe import compute_rates as work
 from outcore.probe.loads import ProbeLoad, SampledRate, rate_of, speeds
 from outcore.probe.samples import FittedLine, line, parts

@@ -26,8 +26,7 @@ import torch
 
 from outcore.core.errors import ConfigError
 from outcore.device.opening import device_name, open_device
-from outcore.memory.limits import host_bytes
-from outcore.memory.topology import Others, processor_name, read_topology
+from outcore.memory.machine import Others, host_bytes, processor_name, read_topology
 from outcore.spec.hardware import Hardware
 from outcore.spec.text_file import Described
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from outcore.checkpoint.weights.first_values import FirstValues
+from outcore.checkpoint.weights.model_values import FirstValues
 from outcore.device.device import Device
 from outcore.engine.engine import Engine, Promises
 from outcore.engine.optimizer import StreamedOptimizer

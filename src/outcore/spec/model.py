@@ -20,7 +20,7 @@ elements in that run; its sizes are those of the rank that needs most. Parameter
 (``optim.blocks``). If some states share a scale among 256 elements, parameters begin at multiples of 256 elements.
 If the update of a parameter must see all of it, or keeps states that do not belong to single elements, no parameter of
 the unit is cut. Then parameters go one by one, the largest first, to the run that is emptiest so far. The frozen piece
-is padded and cut into equal parts, for plans under which ranks home weights together (``spec.cut``).
+is padded and cut into equal parts, for plans under which ranks home weights together (``spec.layout``).
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ class ModelSpec:
     micro_batches_in_unit: int = 1
     """Number of pieces in which every unit runs a batch."""
     sharing: Sharing = "replicate"
-    """How ranks share weights in plans made for this model. See ``spec.cut.shared``."""
+    """How ranks share weights in plans made for this model. See ``spec.layout.shared``."""
 
     def among(
         self, num_ranks: int, rank: int, ranks_per_node: int | None = None, *, keeps_buckets: bool = False

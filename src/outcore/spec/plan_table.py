@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from outcore.core.quantities import format_bytes
-from outcore.spec.budget import Limits
+from outcore.spec.budget import Limits, Reservation, reservations
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, Tier, UnitPlan
-from outcore.spec.reservations import Reservation, reservations
 
 _MOST_SAID = 3
 """Consumers of a tier that a refusal names, besides activations: these grow with the batch."""

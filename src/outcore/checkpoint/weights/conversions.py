@@ -1,5 +1,7 @@
 """How names and tensors of a Hugging Face checkpoint correspond to those of a model, in both directions.
 
+``places`` has every place of a model's parameters and buffers, by the name that ``state_dict`` gives it.
+
 [Note: weight conversions] Transformers may store a model in another form than it runs in: under other names, or with
 experts one by one instead of fused. Its rules are applied to groups of tensors that belong together. They are applied
 first on the meta device, which gives every name and shape before a byte is read, then group by group on real tensors.
@@ -11,9 +13,9 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -212,3 +214,27 @@ def _grouped(
             )
         groups[key].sources.append((pattern or "", name))
     return list(groups.values())
+
+
+class StatePlace(NamedTuple):
+    """One place of a tensor; a tied tensor has several."""
+
+    name: str
+    module: nn.Module
+    key: str
+    tensor: torch.Tensor
+    is_buffer: bool
+    is_persistent: bool
+
+
+def places(model: nn.Module) -> Iterator[StatePlace]:
+    """Yield all places in the order of ``state_dict``; non-persistent buffers stand among the others."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for key, param in module._parameters.items():
+            if param is not None:
+                yield StatePlace(dot + key, module, key, param, is_buffer=False, is_persistent=True)
+        hidden = module._non_persistent_buffers_set
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                yield StatePlace(dot + key, module, key, buffer, is_buffer=True, is_persistent=key not in hidden)

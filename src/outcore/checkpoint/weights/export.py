@@ -18,13 +18,14 @@ from torch import nn
 
 from outcore.checkpoint.weights.conversions import (
     Group,
+    StatePlace,
     is_adapter_model,
     is_pretrained_model,
+    places,
     saving_groups,
     tied_targets,
 )
 from outcore.checkpoint.weights.small_files import Writers, rehearse_small_files, write_small_files
-from outcore.checkpoint.weights.state_names import StatePlace, places
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.engine.engine import Engine
 from outcore.engine.unit.unit import Beneath

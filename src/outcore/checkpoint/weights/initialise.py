@@ -17,8 +17,13 @@ from typing import Any, cast, final
 import torch
 from torch import nn
 
-from outcore.checkpoint.weights.conversions import is_adapter_model, is_pretrained_model, tied_targets
-from outcore.checkpoint.weights.state_names import StatePlace, places
+from outcore.checkpoint.weights.conversions import (
+    StatePlace,
+    is_adapter_model,
+    is_pretrained_model,
+    places,
+    tied_targets,
+)
 from outcore.core.errors import ConfigError
 from outcore.torch_private import TorchDispatchMode
 

@@ -16,14 +16,15 @@ from torch import nn
 from outcore.checkpoint.weights.conversions import (
     Group,
     Rules,
+    StatePlace,
     is_adapter_model,
     is_ignored,
     loading_groups,
+    places,
     remember_used,
     tied_targets,
 )
 from outcore.checkpoint.weights.packed import PackedWeights, said_of
-from outcore.checkpoint.weights.state_names import StatePlace, places
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.model.quantized import full_shape, is_quantized

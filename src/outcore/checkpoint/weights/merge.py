@@ -16,10 +16,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from outcore.checkpoint.weights.conversions import tied_targets
+from outcore.checkpoint.weights.conversions import places, tied_targets
 from outcore.checkpoint.weights.load_plan import plan_loading
 from outcore.checkpoint.weights.quantize import quantized
-from outcore.checkpoint.weights.state_names import places
 from outcore.core.errors import ConfigError
 from outcore.model.quantized import WRAPPER
 

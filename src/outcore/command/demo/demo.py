@@ -38,7 +38,7 @@ from outcore.core.quantities import format_bytes
 from outcore.core.ranks import launched
 from outcore.engine.optimizer import StreamedOptimizer
 from outcore.memory.disk import DiskStore
-from outcore.memory.topology import Others
+from outcore.memory.machine import Others
 
 HELD_OUT_TOKENS = 2**16
 COMPARED_STEPS, COMPARED_MICRO_BATCHES = 6, 2

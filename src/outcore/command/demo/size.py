@@ -12,7 +12,7 @@ import torch
 from outcore.api import plan_in_time
 from outcore.command.demo import plain_loop
 from outcore.core.errors import ConfigError
-from outcore.memory.limits import host_free_bytes
+from outcore.memory.machine import host_free_bytes
 from outcore.preparation.forecast import NamedHardware
 from outcore.preparation.prepare_options import Options
 from outcore.spec.budget import Budget

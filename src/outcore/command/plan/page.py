@@ -17,8 +17,8 @@ from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, format_rate
 from outcore.planner.search.changes import CurvePoint, curves
 from outcore.planner.timing.rank_layout import links_of, network_of
+from outcore.spec.budget import reservations
 from outcore.spec.plan import TIERS, UnitPlan
-from outcore.spec.reservations import reservations
 from outcore.spec.timeline import COMPUTE, Span
 
 _PARTS = {

@@ -11,8 +11,8 @@ from outcore.command.train.output.record import Content
 from outcore.command.train.planned_run import PlannedRun
 from outcore.core.quantities import format_bytes
 from outcore.device.opening import device_name
+from outcore.spec.budget import reservations
 from outcore.spec.model import ParamSpec
-from outcore.spec.reservations import reservations
 
 _STATE = ("weights", "gradients", "states", "buffers")
 

@@ -39,7 +39,7 @@ from outcore.command.train.settings.run_settings import RunSettings
 from outcore.core.errors import ConfigError, OutcoreError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.engine.engine import engine_of
-from outcore.memory.limits import host_free_bytes
+from outcore.memory.machine import host_free_bytes
 from outcore.preparation.with_ranks import free_budget
 
 _HELD_BACK_BYTES = 2**30
@@ -123,7 +123,7 @@ def _give_freed_memory_back(job: PlannedRun) -> None:
     """Where host memory is scarce, keep glibc from holding on to freed activations and gradients.
 
     By default it raises its thresholds to the largest block that was ever freed, and keeps what is below them until
-    ``memory.allocator`` asks for it: up to a gigabyte that no budget counts. With fixed thresholds, the kernel maps and
+    ``memory.host`` asks for it: up to a gigabyte that no budget counts. With fixed thresholds, the kernel maps and
     clears blocks anew each time. A step on the CPU then takes half as much processor time again.
     """
     device_bytes = job.taken["device"] + job.model.plan.kept_bytes if job.args.device.type == "cpu" else 0

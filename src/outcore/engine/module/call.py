@@ -47,8 +47,8 @@ from outcore.engine.module.graphs import (
     weights_version,
 )
 from outcore.engine.module.side_outputs import active_recording, emptied, hand_over, recording_apart
-from outcore.engine.recompute.autocast import AutocastCacheOff
 from outcore.engine.recompute.checks import PendingComparisons, Repeats, summary_of
+from outcore.engine.recompute.replay import AutocastCacheOff
 from outcore.engine.recompute.structure import Structure, in_training, sharing_memory, take_apart
 from outcore.engine.streamed_weights import StreamedWeights, UnitBinding, make_way
 from outcore.engine.unit.absent import called_inside

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.engine.recompute.autocast import CastsOfCompiled, CastsOfUnit
+from outcore.engine.recompute.replay import CastsOfCompiled, CastsOfUnit
 from outcore.model.equal_calls import is_own
 from outcore.model.partition import Partition
 

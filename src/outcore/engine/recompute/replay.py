@@ -1,25 +1,128 @@
 """What a forward saw besides its arguments, so that recompute sees it too: random numbers, modes, flags, buffers.
 
 Inside of an autograd function's backward torch has no default device, not even on the thread that set it.
+
+Asking Python's and numpy's global generators for their states takes 10 and 60 us. Reading their words in memory takes
+less than 1 us. Autocast has one cache of casts for all units, whose keys are parameters, and their bytes change under
+it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import random
+import struct
+import sys
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn import Parameter
 
 from outcore.device.device import Device
 from outcore.engine.recompute.attributes import Attributes, Content, SavedTensor, mutable_in, saved_buffers
-from outcore.engine.recompute.randomness import GlobalRandom
 from outcore.torch_private import set_switches, switches
+
+_WORDS = 624
+_VERSION = 3  # of what random.getstate returns
+_PYTHON = cast("Any", random.random).__self__
+
+
+class GlobalRandom:
+    """The states of both generators at the time when this object was made."""
+
+    def __init__(self, *, is_thorough: bool) -> None:
+        """Capture. Args: is_thorough: Also read the normal number that numpy keeps for the next call; slow."""
+        self._python = _look_at_python()
+        self._numpy = _numpy.look()
+        self._numpy_all = _numpy.state() if is_thorough or not _numpy.has_words else None
+
+    @property
+    def numpy_has_moved(self) -> bool:
+        """Whether numpy's generator was drawn from since."""
+        if self._numpy_all is not None and not _same_normal(self._numpy_all, _numpy.state()):
+            return True
+        return _numpy.look() != self._numpy
+
+    def put_back(self) -> None:
+        """Set both generators back to these states."""
+        if _look_at_python() != self._python:
+            words, normal = self._python
+            random.setstate(words if _python_words is None else _python_state(words, normal))
+        if self.numpy_has_moved:
+            _numpy.put_back(self._numpy, self._numpy_all)
+
+
+def _find_python_words() -> Any:
+    """A view of the memory with the generator's position and words; None if this Python keeps them differently."""
+    base = random.Random.__base__
+    nbytes = 4 * (_WORDS + 1)
+    room = 0 if base is None else base.__basicsize__ - object.__basicsize__
+    if sys.implementation.name != "cpython" or not nbytes <= room < nbytes + 8:
+        return None
+    words = (ctypes.c_uint32 * (_WORDS + 1)).from_address(id(_PYTHON) + object.__basicsize__)
+    return words if _python_state(bytes(words), _PYTHON.gauss_next) == random.getstate() else None
+
+
+def _python_state(words: bytes, normal: float | None) -> tuple[Any, ...]:
+    position, *rest = struct.unpack(f"{_WORDS + 1}I", words)
+    return _VERSION, (*rest, position), normal
+
+
+def _look_at_python() -> tuple[Any, Any]:
+    return (random.getstate() if _python_words is None else bytes(_python_words)), _PYTHON.gauss_next
+
+
+class _Numpy:
+    """Numpy's global generator, whose words are at a public address."""
+
+    def __init__(self) -> None:
+        self._source: Any = None
+        self._words: Any = None
+
+    def look(self) -> bytes:
+        """Read its position and words."""
+        source = cast("Any", np.random).get_bit_generator()
+        if source is not self._source:
+            self._source = source
+            address = source.ctypes.state_address
+            kind = ctypes.c_uint32 * (_WORDS + 1)
+            self._words = kind.from_address(address) if type(source).__name__ == "MT19937" else None
+        return repr(source.state).encode() if self._words is None else bytes(self._words)
+
+    @property
+    def has_words(self) -> bool:
+        """Whether it is numpy's usual generator, whose words can be read; a user may have set another one."""
+        return self._words is not None
+
+    def state(self) -> Any:
+        """Get its whole state, with the second of two normal numbers that are drawn together."""
+        return np.random.get_state(legacy=False)  # noqa: NPY002  (what users' legacy calls draw from)
+
+    def put_back(self, look: bytes, state: Any) -> None:
+        """Set it back. Args: look: What ``look`` returned. state: What ``state`` returned then, or None."""
+        if not self.has_words:
+            self._source.state = state
+            return
+        if state is None:
+            *key, position = struct.unpack(f"{_WORDS + 1}I", look)
+            state = ("MT19937", np.array(key, dtype=np.uint32), position)
+        np.random.set_state(state)  # noqa: NPY002
+
+
+def _same_normal(a: Any, b: Any) -> bool:
+    return bool((a["has_gauss"], a["gauss"]) == (b["has_gauss"], b["gauss"]))
+
+
+_python_words = _find_python_words()
+_numpy = _Numpy()
 
 
 class CapturedState:
@@ -181,3 +284,95 @@ def _autocast(modes: Sequence[_AutocastMode]) -> Iterator[None]:
     (kind, is_on, dtype), *rest = modes
     with torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False), _autocast(rest):
         yield
+
+
+class AutocastCacheOff:
+    """Keeps autocast from caching casts of weights: its keys are parameters, whose bytes change under it."""
+
+    def __enter__(self) -> None:
+        self._was = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self._was)
+
+
+class OwnAutocastCache:
+    """A cache of casts for one run of a unit. A weight that the unit uses twice is cast once, as in a plain loop.
+
+    So the gradients of both uses are added in the lower precision, before they are cast back. Autocast has one cache
+    for all units. It is emptied before and after the run, so cached casts of other weights are made again.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+
+    def __enter__(self) -> None:
+        self._was = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(self._is_on)
+        torch.clear_autocast_cache()
+
+    def __exit__(self, *_: object) -> None:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(self._was)
+
+
+class CastsOfUnit:
+    """Chooses the cache for the runs of a unit. The first run under autocast tells whether a cache is of use."""
+
+    def __init__(self, params: Sequence[Parameter], device: torch.device) -> None:
+        self._params, self._device_type = params, device.type
+        self._is_shared: bool | None = None
+
+    def cache(self, *, is_kept: bool) -> AbstractContextManager[None]:
+        """The cache for a forward. Args: is_kept: Whether backward walks its graph."""
+        is_on = is_kept and torch.is_autocast_cache_enabled() and self._is_shared is not False
+        return OwnAutocastCache(is_on=True) if is_on else AutocastCacheOff()
+
+    def cache_again(self, *, was_on: bool) -> AbstractContextManager[None]:
+        """The cache for a recompute. Args: was_on: Whether autocast cached casts for the caller of forward."""
+        return OwnAutocastCache(is_on=was_on)
+
+    def learn(self, made: Sequence[torch.Tensor]) -> None:
+        """Look at the graph that a forward has made, to learn whether a cache is of use."""
+        if self._is_shared is None and torch.is_autocast_enabled(self._device_type):
+            self._is_shared = uses_cast_twice(made, self._params)
+
+
+class CastsOfCompiled(CastsOfUnit):
+    """No cache for a compiled unit, whose code casts by itself. Without autocast, nothing is switched."""
+
+    def cache(self, *, is_kept: bool) -> AbstractContextManager[None]:
+        """The same for all runs: in another mode torch would compile the code again."""
+        return AutocastCacheOff() if torch.is_autocast_enabled(self._device_type) else nullcontext()
+
+    def cache_again(self, *, was_on: bool) -> AbstractContextManager[None]:
+        """The same as in forward."""
+        return self.cache(is_kept=False)
+
+    def learn(self, made: Sequence[torch.Tensor]) -> None:
+        """Do nothing: there is nothing to learn."""
+
+
+def uses_cast_twice(outputs: Sequence[torch.Tensor], params: Sequence[Parameter]) -> bool:
+    """Whether one cast of a parameter, made and cached by autocast, goes into more than one operation."""
+    own = {id(p) for p in params}
+    seen: set[Any] = {None}
+    stack: list[Any] = [t.grad_fn for t in outputs]
+    casts: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge, _ in node.next_functions:
+            if edge is not None and edge.name() == "ToCopyBackward0" and _leaf_of(edge) in own:
+                if edge in casts:
+                    return True
+                casts.add(edge)
+            stack.append(edge)
+    return False
+
+
+def _leaf_of(cast: Any) -> int:
+    return id(getattr(cast.next_functions[0][0], "variable", None))

@@ -19,9 +19,9 @@ from outcore.order.ledger import Ledger
 from outcore.order.step import StepOrder
 from outcore.ranks.one_copy import shared_memory
 from outcore.ranks.world import World
+from outcore.spec.budget import Reservation, is_temporary, reservations
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
-from outcore.spec.reservations import Reservation, is_temporary, reservations
 
 
 class Tiers:

@@ -10,8 +10,7 @@ from torch.nn import Parameter
 from outcore.core.strides import row_major
 from outcore.memory.arena import TEMPORARY, Buffer, Region
 from outcore.optim.formats import codes_of, updated_in
-from outcore.spec.cut import WeightsHome
-from outcore.spec.layout import StateSpec
+from outcore.spec.layout import StateSpec, WeightsHome
 from outcore.spec.model import ParamSpec, Part, UnitSpec
 from outcore.torch_private import without_torch_function
 

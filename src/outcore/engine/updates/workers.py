@@ -42,7 +42,7 @@ from outcore.core.closing import Closing
 from outcore.core.errors import UnsupportedError
 from outcore.device.device import Device
 from outcore.device.threads import start_threads
-from outcore.memory.topology import Topology, read_topology
+from outcore.memory.machine import Topology, read_topology
 from outcore.optim.blocks import update_blocks
 from outcore.optim.formats import forget_noise
 from outcore.optim.piece import Piece, split

@@ -12,12 +12,11 @@ import dataclasses
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planner.homes.pools import pools_for
-from outcore.spec.budget import Limits
+from outcore.spec.budget import Limits, can_be_early, tier_bytes
 from outcore.spec.layout import has_master
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan
 from outcore.spec.plan_table import infeasible_table
-from outcore.spec.reservations import can_be_early, tier_bytes
 
 
 def check_plan(

@@ -6,10 +6,9 @@ import bisect
 import dataclasses
 from collections.abc import Iterable
 
-from outcore.spec.budget import Limits
+from outcore.spec.budget import Limits, can_be_early, tier_bytes
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Pool
-from outcore.spec.reservations import can_be_early, tier_bytes
 
 
 def with_early_updates(model: ModelSpec, plan: Plan, limits: Limits) -> Plan:

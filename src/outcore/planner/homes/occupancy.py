@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import PlayedSteps, play_steps
+from outcore.spec.budget import reservations
 from outcore.spec.lane_names import Lane
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import TIERS, Plan, Pool, Tier
-from outcore.spec.reservations import reservations
 from outcore.spec.schedule import Operation, Visit
 
 _BEGINS = {

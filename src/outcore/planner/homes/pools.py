@@ -13,20 +13,23 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from outcore.core.quantities import PAGE_BYTES, align_up
-from outcore.spec.cut import in_slot, is_resident, shared, weights_home
+from outcore.spec.budget import tier_bytes
 from outcore.spec.layout import (
     COMPACT_BYTES,
     NOISE_BYTES,
     SCRATCH_BYTES,
     has_compact,
+    in_slot,
+    is_resident,
     lay_out_states,
+    shared,
     staging,
     states_bytes,
     sums_on_device,
+    weights_home,
 )
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import MAX_SLOTS, Plan, Policy, Pool, PoolKind, Tier, UnitPlan
-from outcore.spec.reservations import tier_bytes
 
 POOL_ORDER: tuple[tuple[Tier, PoolKind], ...] = (
     ("device", "weights"),

@@ -15,9 +15,9 @@ from itertools import groupby
 from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.pools import Comfort, Placement, Placer, TierBytes, UnitHomes, with_slots
 from outcore.planner.homes.share import can_be_staged, spread
+from outcore.spec.budget import can_be_early
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Policy, Pool, Tier
-from outcore.spec.reservations import can_be_early
 from outcore.spec.schedule import ROOT
 
 KINDS = (

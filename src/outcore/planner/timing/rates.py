@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from outcore.spec.cut import weights_home
 from outcore.spec.lane_names import Lane
-from outcore.spec.layout import update_cost_numel
+from outcore.spec.layout import update_cost_numel, weights_home
 from outcore.spec.model import ModelSpec, UnitSpec
 from outcore.spec.plan import Plan, UnitPlan
 from outcore.spec.schedule import Operation

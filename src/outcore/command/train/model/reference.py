@@ -11,10 +11,9 @@ from outcore.core.quantities import format_bytes
 from outcore.planner.timing.simulate import Simulation
 from outcore.preparation.with_ranks import of_node
 from outcore.ranks.world import num_local_ranks
-from outcore.spec.budget import Budget
+from outcore.spec.budget import Budget, tier_bytes
 from outcore.spec.model import ModelSpec
 from outcore.spec.plan import Plan, Tier
-from outcore.spec.reservations import tier_bytes
 
 
 class PlacedModel(NamedTuple):

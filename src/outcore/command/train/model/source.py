@@ -33,7 +33,7 @@ from outcore.command.train.model.place import CONFIG, Place, find_place, one_lin
 from outcore.command.train.model.quantization import Quantization
 from outcore.core.errors import ConfigError
 from outcore.memory.files.weights_file import WeightsDirectory
-from outcore.model.kept_in_fp32 import kept_in_fp32
+from outcore.model.partition import kept_in_fp32
 from outcore.spec.model import Precision
 
 _GENERATION_CONFIG = "generation_config.json"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, final
 
 from outcore.core.quantities import format_bytes
-from outcore.memory.topology import Others
+from outcore.memory.machine import Others
 from outcore.planner.timing.simulate import Simulation
 from outcore.ranks.world import num_ranks
 from outcore.spec.timeline import COMPUTE, Timeline
