@@ -15,8 +15,8 @@ from xml.sax.saxutils import escape
 from outcore.command.plan.answer import Answer, Question, answer
 from outcore.command.plan.text import drive_life
 from outcore.core.quantities import format_bytes
+from outcore.spec.budget import reservations
 from outcore.spec.plan import TIERS
-from outcore.spec.reservations import reservations
 from outcore.spec.timeline import COMPUTE, Span
 
 DOCS = Path(__file__).resolve().parent

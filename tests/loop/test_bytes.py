@@ -1,4 +1,4 @@
-"""A parameter's bytes on every tier are what docs/explanation/bytes.md says, within a hundredth, by measured memory and files."""
+"""A parameter's bytes on every tier are what docs/explanation/bytes.md says, within a hundredth."""
 
 from __future__ import annotations
 
