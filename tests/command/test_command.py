@@ -31,10 +31,10 @@ def test_every_command_refuses_an_option_given_twice():
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("train --steps 3 --lr 1 --steps=5", "train: --steps is given twice (3 and 5); give it once"),
-        ("train --packing --no-packing", "train: --packing is given twice (--packing and --no-packing)"),
-        ("train --resume --resume auto", "train: --resume is given twice (true and auto)"),
-        ("checkpoint prune x --keep 1 --keep 2 --keep 2", "checkpoint prune: --keep is given 3 times (1, 2 and 2)"),
+        ("train --steps 3 --lr 1 --steps=5", "train: --steps is given twice; give it once"),
+        ("train --packing --no-packing", "train: --packing is given twice; give it once"),
+        ("train --resume --resume auto", "train: --resume is given twice"),
+        ("checkpoint prune x --keep 1 --keep 2 --keep 2", "checkpoint prune: --keep is given 3 times; give it once"),
         ("train --set a=1 --set b=1 --set a=1", "--set: expected a once, but got a=1 and a=1; give it once"),
     ],
 )

@@ -6,13 +6,13 @@ import json
 import signal
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outcore.command.train import run as train_run
-from outcore.command.train.output.trace import StepTracer, TraceFile
+from outcore.command.train.output import trace
+from outcore.command.train.output.trace import StepTracer, trace_target, write_trace
 from outcore.core.errors import ConfigError
 from outcore.spec.timeline import TRACE_BEGINNING, Span, Timeline
 
@@ -138,9 +138,10 @@ class FakeRecorder:
     [(0, 1, [1]), (0, 3, [1, 2, 3]), (0, 4, [2, 3, 4]), (0, 5, [3, 4, 5]), (0, 100, [3, 4, 5]), (90, 100, [93, 94, 95]),
      (98, 100, [99, 100])],
 )  # fmt: skip
-def test_steps_to_record(done, steps, recorded):
+def test_steps_to_record(done, steps, recorded, monkeypatch):
     recorder, writes = FakeRecorder(), []
-    tracer = StepTracer(SimpleNamespace(write=writes.append), recorder, done=done, steps=steps)
+    monkeypatch.setattr(trace, "write_trace", lambda _, timeline: writes.append(timeline))
+    tracer = StepTracer(Path("t.json"), recorder, done=done, steps=steps)
     found = []
     for step in range(done + 1, steps + 1):
         tracer.begin_step(step)
@@ -164,14 +165,14 @@ class TestFile:
     def test_an_older_trace_is_replaced(self, tmp_path, out, content):
         path = tmp_path / "trace.json"
         path.write_text(content)
-        TraceFile(path, out=out).write(TIMELINE)
+        write_trace(trace_target(path, out=out), TIMELINE)
         assert path.read_text() == TIMELINE.to_trace()
         assert list(tmp_path.iterdir()) == [path]
 
     def test_a_neighbour_of_any_name_stays(self, tmp_path, out):
         neighbour = tmp_path / "trace.json.partial"
         neighbour.write_text("mine")
-        TraceFile(tmp_path / "trace.json", out=out).write(TIMELINE)
+        write_trace(trace_target(tmp_path / "trace.json", out=out), TIMELINE)
         assert neighbour.read_text() == "mine"
         assert sorted(tmp_path.iterdir()) == [tmp_path / "trace.json", neighbour]
 
@@ -179,7 +180,7 @@ class TestFile:
         (tmp_path / "real").mkdir()
         link = tmp_path / "trace.json"
         link.symlink_to(tmp_path / "real" / "t.json")
-        TraceFile(link, out=out).write(TIMELINE)
+        write_trace(trace_target(link, out=out), TIMELINE)
         assert link.is_symlink()
         assert (tmp_path / "real" / "t.json").read_text().startswith(TRACE_BEGINNING)
 
@@ -188,37 +189,37 @@ class TestFile:
         path = tmp_path / "data.json"
         path.write_text(content)
         with pytest.raises(ConfigError, match="--trace: expected a new file or an older trace .*data.json' holds"):
-            TraceFile(path, out=out)
+            trace_target(path, out=out)
         assert path.read_text() == content
 
     def test_nothing_is_made_by_looking(self, tmp_path, out):
-        TraceFile(tmp_path / "trace.json", out=out)
-        TraceFile(out / "trace.json", out=out)
-        TraceFile(tmp_path / "plan.json", out=out)
+        trace_target(tmp_path / "trace.json", out=out)
+        trace_target(out / "trace.json", out=out)
+        trace_target(tmp_path / "plan.json", out=out)
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl", "metrics.jsonl.partial", "model", "checkpoint-3"])
     def test_names_of_the_run_itself_are_refused(self, out, name):
         with pytest.raises(ConfigError, match="--trace: expected a file of its own, but the run itself writes"):
-            TraceFile(out / name, out=out)
+            trace_target(out / name, out=out)
 
     @pytest.mark.parametrize("name", ["model/t.json", "checkpoint-4/t.json", "checkpoint-4/deep/t.json", "."])
     def test_so_is_what_lies_in_its_folders(self, out, name):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         with pytest.raises(ConfigError, match="--trace: expected a file of its own, but the run itself writes"):
-            TraceFile(out / name, out=out)
+            trace_target(out / name, out=out)
 
     def test_other_folders_in_the_output_may_hold_it(self, out):
         (out / "traces").mkdir(parents=True)
         path = out / "traces" / "model"
-        TraceFile(path, out=out).write(TIMELINE)
+        write_trace(trace_target(path, out=out), TIMELINE)
         assert path.exists()
 
     def test_a_circle_of_links(self, tmp_path, out):
         (tmp_path / "a").symlink_to(tmp_path / "b")
         (tmp_path / "b").symlink_to(tmp_path / "a")
         with pytest.raises(ConfigError, match="--trace: expected"):
-            TraceFile(tmp_path / "a", out=out)
+            trace_target(tmp_path / "a", out=out)
 
     def test_what_may_not_be_written_is_refused(self, tmp_path, out, monkeypatch):
         """Root may write everywhere, so missing permissions are simulated."""
@@ -226,11 +227,11 @@ class TestFile:
         path.write_text("")
         monkeypatch.setattr("os.access", lambda *_: False)
         with pytest.raises(ConfigError, match="--trace: expected a file to write to, but .* Permission denied"):
-            TraceFile(path, out=out)
+            trace_target(path, out=out)
         path.unlink()
         monkeypatch.setattr("tempfile.TemporaryFile", partial(_fail, OSError(30, "Read-only file system")))
         with pytest.raises(ConfigError, match="--trace: expected a file to write to, but .* Read-only file system"):
-            TraceFile(path, out=out)
+            trace_target(path, out=out)
 
 
 def _fail(error: Exception, **_: object) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from outcore.command.files import usual_folders
+from outcore.command.terminal import aligned
 from outcore.core.errors import DiskError, OutcoreError
 from outcore.core.quantities import format_bytes
 from outcore.memory.disk import DiskStore
@@ -35,11 +36,7 @@ def report(*, as_json: bool) -> str:
         as_json: Return a JSON object with sizes in bytes, in place of aligned text.
     """
     found = facts()
-    if as_json:
-        return json.dumps(found, indent=2)
-    rows = list(_rows(found))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+    return json.dumps(found, indent=2) if as_json else aligned(_rows(found))
 
 
 def facts() -> dict[str, Any]:

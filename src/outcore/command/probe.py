@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from outcore.command.files import refuse_unwritable
+from outcore.command.terminal import aligned
 from outcore.core.errors import ConfigError, DiskError, OutcoreError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.device.opening import device_of_rank, open_device
@@ -85,8 +86,7 @@ def _refuse_busy(busy: str) -> None:
 def _text(machine: Machine, found: Measured) -> str:
     rows = [("machine", found.hardware.name), *_rows(found.hardware)]
     rows.append(("kept", str(machine.path) if machine.path.is_file() else f"nowhere: {machine.path} cannot be written"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return aligned(rows)
 
 
 def _rows(machine: Hardware) -> Iterator[tuple[str, str]]:

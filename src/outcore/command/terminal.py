@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterable
 from typing import Any, TextIO, final
 
 from rich.console import Console
@@ -26,11 +27,20 @@ class Terminal(Console):
         _leave(sys.stdout)
 
 
+def aligned(items: Iterable[tuple[str, str]]) -> str:
+    """Put names and values into two columns, a line each."""
+    rows = [*items]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+
+
 def fitted(text: str, stream: TextIO) -> str:
     """Break lines between words where a stream is a terminal; elsewhere they stay whole."""
-    if not stream.isatty():
-        return text
-    columns = shutil.get_terminal_size().columns
+    return broken(text, shutil.get_terminal_size().columns) if stream.isatty() else text
+
+
+def broken(text: str, columns: int) -> str:
+    """Break lines between words, so that they have at most so many characters where words allow."""
     return "\n".join(_broken(line, columns) for line in text.splitlines())
 
 

@@ -6,7 +6,6 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -73,13 +72,13 @@ def run_demo(*, steps: int, device: str | None, folder: Path | None, fit: bool =
     start_s = time.perf_counter()
     _train(console, text, size, steps=steps, device=device, folder=folder)
     others = Others()
-    comparison = _compare(text, folder, size)
+    is_equal, comparison, speeds = _compare(text, folder, size)
     if fit:
         console.print(f"\nAll of it took {time.perf_counter() - start_s:.0f} s.")
     console.print(f"\n[bold]Does it equal the plain loop?[/bold] {comparison}", soft_wrap=True)
-    console.print(comparison.speeds(), soft_wrap=True)
+    console.print(speeds, soft_wrap=True)
     _say_busy(console, others)
-    return comparison.is_equal
+    return is_equal
 
 
 def _largest(console: Console, steps: int, device: str | None, folder: Path) -> Mapping[str, int]:
@@ -238,40 +237,14 @@ def _sample(model: LlamaForCausalLM, device: torch.device, num_tokens: int) -> s
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParityReport:
-    """A short streamed run compared with the plain loop: what is equal, bit for bit, and how long each took."""
-
-    steps: int
-    equal_losses: int
-    equal_norms: int
-    tensors: int
-    equal_tensors: int
-    plain_step_s: float
-    """Median of the steps, which a slow first step does not move."""
-    streamed_step_s: float
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether nothing differs."""
-        return self.equal_losses == self.equal_norms == self.steps and self.equal_tensors == self.tensors
-
-    def __str__(self) -> str:
-        return (
-            f"{'Yes, bit for bit.' if self.is_equal else 'NO.'} Equal after {self.steps} steps of "
-            f"{COMPARED_MICRO_BATCHES} micro-batches on the CPU: {self.equal_losses} of {self.steps} losses, "
-            f"{self.equal_norms} of {self.steps} gradient norms, {self.equal_tensors} of {self.tensors} parameters."
-        )
-
-    def speeds(self) -> str:
-        """Describe both loops' speeds and their ratio."""
-        tokens = COMPARED_MICRO_BATCHES * plain_loop.BATCH_SIZE * plain_loop.SEQUENCE
-        plain_s, streamed_s = self.plain_step_s, self.streamed_step_s
-        return (
-            f"Median of these steps: plain loop {plain_s:.3f} s ({tokens / plain_s:,.0f} tokens/s), "
-            f"streamed {streamed_s:.3f} s ({tokens / streamed_s:,.0f} tokens/s), "
-            f"{streamed_s / plain_s:.2f} times as long."
-        )
+def _speeds(plain_s: float, streamed_s: float) -> str:
+    """Describe the speeds of both loops, of which these are the medians: a slow first step does not move them."""
+    tokens = COMPARED_MICRO_BATCHES * plain_loop.BATCH_SIZE * plain_loop.SEQUENCE
+    return (
+        f"Median of these steps: plain loop {plain_s:.3f} s ({tokens / plain_s:,.0f} tokens/s), "
+        f"streamed {streamed_s:.3f} s ({tokens / streamed_s:,.0f} tokens/s), "
+        f"{streamed_s / plain_s:.2f} times as long."
+    )
 
 
 def _timed(steps: Iterator[tuple[float, float]]) -> tuple[list[tuple[float, float]], float]:
@@ -285,8 +258,12 @@ def _timed(steps: Iterator[tuple[float, float]]) -> tuple[list[tuple[float, floa
     return got, median(seconds)
 
 
-def _compare(text: torch.Tensor, folder: Path, size: Mapping[str, int]) -> ParityReport:
-    """Train the same model both ways, on the CPU, where every update runs one and the same kernel."""
+def _compare(text: torch.Tensor, folder: Path, size: Mapping[str, int]) -> tuple[bool, str, str]:
+    """Train the same model both ways, on the CPU, where every update runs one and the same kernel.
+
+    Returns:
+        Whether all is equal, bit for bit; what is equal, in words; how long each took.
+    """
     plain = plain_loop.build(seed=0, **size)
     data = plain_loop.batches(text, seed=2)
     expected, plain_step_s = _timed(plain_loop.train(plain, data, COMPARED_STEPS, COMPARED_MICRO_BATCHES))
@@ -295,12 +272,11 @@ def _compare(text: torch.Tensor, folder: Path, size: Mapping[str, int]) -> Parit
         data = plain_loop.batches(text, seed=2)
         got, streamed_step_s = _timed(_streamed(model, optimizer, data, COMPARED_STEPS, COMPARED_MICRO_BATCHES))
         equal_tensors = sum(torch.equal(reference[name], tensor) for name, tensor in outcore.named_tensors(model))
-    return ParityReport(
-        steps=COMPARED_STEPS,
-        equal_losses=sum(a[0] == b[0] for a, b in zip(expected, got, strict=True)),
-        equal_norms=sum(a[1] == b[1] for a, b in zip(expected, got, strict=True)),
-        tensors=len(reference),
-        equal_tensors=equal_tensors,
-        plain_step_s=plain_step_s,
-        streamed_step_s=streamed_step_s,
+    losses, norms = (sum(a[i] == b[i] for a, b in zip(expected, got, strict=True)) for i in range(2))
+    is_equal = losses == norms == COMPARED_STEPS and equal_tensors == len(reference)
+    said = (
+        f"{'Yes, bit for bit.' if is_equal else 'NO.'} Equal after {COMPARED_STEPS} steps of {COMPARED_MICRO_BATCHES} "
+        f"micro-batches on the CPU: {losses} of {COMPARED_STEPS} losses, {norms} of {COMPARED_STEPS} gradient norms, "
+        f"{equal_tensors} of {len(reference)} parameters."
     )
+    return is_equal, said, _speeds(plain_step_s, streamed_step_s)

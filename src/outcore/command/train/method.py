@@ -25,13 +25,17 @@ class Method(ABC):
     rows_per_example: ClassVar[int]
     """Rows that go through the model for one row of the data."""
 
-    @abstractmethod
+    config: ClassVar[str]
+    """Name of TRL's class of settings."""
+    trainer: ClassVar[str]
+    """Name of the Trainer in ``loop.trainer``."""
+
+    @final
     def config_class(self) -> Any:
         """Return TRL's class of settings."""
+        import trl
 
-    @abstractmethod
-    def trainer_class(self) -> Any:
-        """Return TRL's trainer, made to train out of core."""
+        return getattr(trl, self.config)
 
     @final
     def arguments(self, out: str, training: Mapping[str, Any]) -> Any:

@@ -22,23 +22,11 @@ _JUDGED = ("chosen", "rejected")
 class FineTuning(Method):
     """Supervised fine-tuning and pre-training, with SFTTrainer."""
 
-    command = "train"
+    command, config, trainer = "train", "SFTConfig", "SftTrainer"
     metrics = _MEASURED
     kinds = ("messages", "prompt_completion", "text")
     has_reference = False
     rows_per_example = 1
-
-    def config_class(self) -> Any:
-        """Return TRL's class of settings."""
-        from trl import SFTConfig
-
-        return SFTConfig
-
-    def trainer_class(self) -> Any:
-        """Return TRL's trainer, made to train out of core."""
-        from outcore.command.train.loop.trainer import SftTrainer
-
-        return SftTrainer
 
     def fitted(self, training: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
         """Pack plain text: it has no turns that a cut could spoil."""
@@ -60,7 +48,7 @@ class FineTuning(Method):
 class Preferences(Method):
     """Direct preference optimization, with DPOTrainer."""
 
-    command = "dpo"
+    command, config, trainer = "dpo", "DPOConfig", "DpoTrainer"
     metrics = (
         *_MEASURED,
         *(f"eval_{what}/{answer}" for what in ("rewards", "logps", "logits") for answer in _JUDGED),
@@ -69,18 +57,6 @@ class Preferences(Method):
     kinds = ("preferences",)
     has_reference = True
     rows_per_example = 2  # both answers at once
-
-    def config_class(self) -> Any:
-        """Return TRL's class of settings."""
-        from trl import DPOConfig
-
-        return DPOConfig
-
-    def trainer_class(self) -> Any:
-        """Return TRL's trainer, made to train out of core."""
-        from outcore.command.train.loop.trainer import DpoTrainer
-
-        return DpoTrainer
 
     def read_row(self, where: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Put the prompt beside the answers, if both begin with it instead."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -16,11 +17,11 @@ from transformers.trainer_callback import PrinterCallback
 
 from outcore.api import close, plan_for, plan_in_time, prepare
 from outcore.command.train.data.load import Data, load_data
+from outcore.command.train.loop import trainer as trainers
 from outcore.command.train.model.adapters import with_adapters
 from outcore.command.train.model.reference import PlacedModel, plan_both
 from outcore.command.train.model.source import ModelSource, build_model, find_model, load_tokenizer, refuse_long
 from outcore.command.train.output.prediction import PredictedStep, PredictionComparison
-from outcore.command.train.output.report import ExpectedRun
 from outcore.command.train.settings.outcore_settings import MOST_TOKENS
 from outcore.command.train.settings.run_settings import RunSettings
 from outcore.core.errors import ConfigError, DiskError
@@ -44,31 +45,6 @@ class RunData:
 
     training: Data
     evaluation: Data | None
-
-    @classmethod
-    def load(cls, settings: RunSettings, cache: Path, seed: int) -> Self:
-        """Load and check the data, and warn of what was left out.
-
-        Args:
-            settings: Settings of the run.
-            cache: Directory for the data.
-            seed: Of what is drawn by weight.
-
-        Raises:
-            ConfigError: Data cannot be used, or training and evaluation data are of different kinds.
-        """
-        method, evaluation = settings.method, None
-        training = load_data(settings.data, flag="--data", cache=cache, method=method, seed=seed)
-        if settings.eval_data is not None:
-            evaluation = load_data(settings.eval_data, flag="--eval-data", cache=cache, method=method, seed=seed)
-            if evaluation.kind != training.kind:
-                raise ConfigError(
-                    f"--eval-data '{', '.join(settings.eval_data)}': expected rows of {training.kind}, as in --data, "
-                    f"but got {evaluation.kind}; name data of that kind"
-                )
-        for notice in (*training.notices, *(() if evaluation is None else evaluation.notices)):
-            warnings.warn(notice, stacklevel=1)
-        return cls(training=training, evaluation=evaluation)
 
 
 @final
@@ -127,26 +103,36 @@ class PlannedRun:
         )
 
     def load_data(self, cache: Path) -> RunData:
-        """Load and check what the run trains on.
+        """Load and check what the run trains on, and warn of what is left out.
 
         Raises:
-            ConfigError: The data cannot be used, or not with this tokenizer.
+            ConfigError: The data cannot be used, or not with this tokenizer; or training and evaluation data are of
+                different kinds.
         """
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        data = RunData.load(self.settings, cache, seed)
-        if data.training.is_conversational and self.tokenizer.chat_template is None:
+        settings, seed = self.settings, self.args.seed if self.args.data_seed is None else self.args.data_seed
+        load = partial(load_data, cache=cache, method=settings.method, seed=seed)
+        training, evaluation = load(settings.data, flag="--data"), None
+        if settings.eval_data is not None:
+            evaluation = load(settings.eval_data, flag="--eval-data")
+            if evaluation.kind != training.kind:
+                raise ConfigError(
+                    f"--eval-data '{', '.join(settings.eval_data)}': expected rows of {training.kind}, as in --data, "
+                    f"but got {evaluation.kind}; name data of that kind"
+                )
+        for notice in (*training.notices, *(() if evaluation is None else evaluation.notices)):
+            warnings.warn(notice, stacklevel=1)
+        if training.is_conversational and self.tokenizer.chat_template is None:
             raise ConfigError(
-                f"--data '{self.settings.data_name}': expected a tokenizer with a chat template, since its rows are "
-                f"messages, but that of '{self.settings.model}' has none; give one with --set "
+                f"--data '{settings.data_name}': expected a tokenizer with a chat template, since its rows are "
+                f"messages, but that of '{settings.model}' has none; give one with --set "
                 "chat_template_path=FILE.jinja, for instance that of a chat version of this model, or train on text"
             )
-        kind = data.training.kind
-        if self.settings.training.get("completion_only_loss") and kind != "prompt_completion":
+        if settings.training.get("completion_only_loss") and training.kind != "prompt_completion":
             raise ConfigError(
                 f"completion_only_loss: expected rows of prompt and completion, but those of --data "
-                f"'{self.settings.data_name}' are {kind}; leave it out"
+                f"'{settings.data_name}' are {training.kind}; leave it out"
             )
-        return data
+        return RunData(training=training, evaluation=evaluation)
 
     @property
     def taken(self) -> Mapping[Tier, int]:
@@ -154,10 +140,10 @@ class PlannedRun:
         planned = [self.model, *([] if self.reference is None else [self.reference])]
         return {tier: sum(p.taken[tier] for p in planned) for tier in TIERS}
 
-    def expected(self) -> ExpectedRun:
-        """Return the bytes that the plan takes and the times that are predicted for it."""
+    def comparison(self) -> PredictionComparison:
+        """Return what compares steps with the times that are predicted for them."""
         steps = self.model.predicted
-        return ExpectedRun(self.taken, PredictionComparison(None if steps is None else PredictedStep.of(steps)))
+        return PredictionComparison(None if steps is None else PredictedStep.of(steps))
 
     def plan_table(self) -> str:
         """Return a table of the bytes that each owner has on each tier."""
@@ -184,7 +170,7 @@ class PlannedRun:
         training = settings.method.fitted(settings.training, data.training.kind)
         reference = {} if self.reference is None else {"ref_model": self._reference_model(self.reference)}
         try:
-            trainer = settings.method.trainer_class()(
+            trainer = getattr(trainers, settings.method.trainer)(
                 model=build_model(self.source, settings.precision),
                 args=settings.method.arguments(str(settings.out), training),
                 train_dataset=data.training.rows,

@@ -9,13 +9,11 @@ import shlex
 import shutil
 import sys
 import tempfile
-import textwrap
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from jinja2 import TemplateError
 from outcore.checkpoint.find_checkpoints import RECORD
 from outcore.checkpoint.weights.export import save_model
 from outcore.checkpoint.weights.small_files import SmallFilesError, Writers
-from outcore.command.terminal import Terminal
+from outcore.command.terminal import Terminal, aligned, broken
 from outcore.command.train.command_ranks import ALONE, CommandRanks
 from outcore.command.train.facts import Length, facts_of_data, facts_of_model
 from outcore.command.train.loop.nonfinite import NonFiniteStepError
@@ -32,7 +30,7 @@ from outcore.command.train.loop.preemption import Preemption
 from outcore.command.train.output.folder import MODEL, Checkpoint, OutputFolder
 from outcore.command.train.output.record import RunRecord
 from outcore.command.train.output.report import RunReport
-from outcore.command.train.output.trace import TraceFile
+from outcore.command.train.output.trace import trace_target
 from outcore.command.train.planned_run import PlannedRun, RunData
 from outcore.command.train.settings.description import describe
 from outcore.command.train.settings.run_settings import RunSettings
@@ -75,7 +73,7 @@ def run_train(settings: RunSettings, ranks: CommandRanks = ALONE) -> None:
     """
     terminal = Terminal(highlight=False)
     output = OutputFolder(settings.out, resume=settings.resume)
-    trace = None if settings.trace is None else TraceFile(settings.trace, out=settings.out)
+    trace = None if settings.trace is None else trace_target(settings.trace, out=settings.out)
     _say_items(terminal, "Settings", describe(settings))
     with _explained(output, settings):
         ranks.gather()
@@ -105,7 +103,7 @@ def run_train(settings: RunSettings, ranks: CommandRanks = ALONE) -> None:
                 _say(terminal, "Damaged", f"{why}\nset aside; the run goes on from the one before")
             with (
                 Preemption(settings.save_every_minutes, settings.grace) as preemption,
-                RunReport(terminal, output, trace, planned=job.expected()) as report,
+                RunReport(terminal, output, trace, job.taken, job.comparison()) as report,
             ):
                 run = _RunParts(
                     job=job,
@@ -247,7 +245,7 @@ def _changes(record: RunRecord, checkpoint: Checkpoint) -> list[str]:
     if before is None:
         return [f"its settings are not known: there is no {RECORD} in it, and nothing was compared"]
     changes = record.changes_since(before, checkpoint.path)
-    return _aligned(changes).splitlines() if changes else []
+    return aligned(changes.items()).splitlines() if changes else []
 
 
 @contextmanager
@@ -307,17 +305,5 @@ def _say(terminal: Terminal, title: str, text: str) -> None:
 
 
 def _say_items(terminal: Terminal, title: str, items: Mapping[str, str]) -> None:
-    _say(terminal, title, _aligned(items, terminal.width if terminal.is_terminal else None))
-
-
-def _aligned(items: Mapping[str, str], columns: int | None = None) -> str:
-    """Align names and values in two columns. Lines have at most ``columns`` characters where words allow."""
-    width = max(len(name) for name in items) + 2
-    rows: list[str] = []
-    for name, value in items.items():
-        lines = [value]
-        if columns is not None:
-            room = max(20, columns - width)
-            lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
-        rows += [f"{label:<{width}}{line}" for label, line in zip_longest([name], lines, fillvalue="")]
-    return "\n".join(rows)
+    text = aligned(items.items())
+    _say(terminal, title, broken(text, terminal.width) if terminal.is_terminal else text)

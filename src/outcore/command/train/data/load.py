@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -49,23 +47,28 @@ def load_data(names: Sequence[str], *, flag: str, cache: Path, method: Method, s
             ``ID:split`` or ``ID:config:split``. Their rows follow one another. Or all end in ``:WEIGHT``: then as many
             rows as they have together are drawn, of each by its weight.
         flag: What the user calls it (``--data``), for messages.
-        cache: Directory for the data set, made if missing. What is on the hub is also in the hub's own cache; nothing
-            is written anywhere else.
+        cache: Folder for the data set, made if missing; its owner removes it. What is on the hub is also in the hub's
+            own cache; nothing is written anywhere else.
         method: What the rows are for.
         seed: Of the draw.
 
     Raises:
-        ConfigError: It cannot be used; ``cache`` is as before.
+        ConfigError: It cannot be used.
 
     Memory: host, a few hundred rows; a few words for each row that is drawn.
     """
     datasets.disable_progress_bars()  # of this data set, and of what TRL makes of it
     try:
         sources = sources_of(names)
-        with _new_folder(sources[0].name, cache) as folder:
-            return _build(sources, folder, method, seed)
+        cache.mkdir(exist_ok=True)
+        return _build(sources, Path(tempfile.mkdtemp(prefix="data-", dir=cache)), method, seed)
     except ConfigError as error:
         raise ConfigError(f"{flag} {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} '{', '.join(names)}': expected to write its rows to '{cache}', but got: "
+            f"{error.strerror or error}; free space, or name another output directory"
+        ) from error
 
 
 def _build(sources: Sequence[DataSource], folder: Path, method: Method, seed: int) -> Data:
@@ -147,27 +150,3 @@ def _hub_records(name: str) -> Iterator[Record]:
     wanted = [column for column in names if column in COLUMNS] or names[:1]
     for number, row in enumerate(rows.select_columns(wanted), 1):
         yield Record(f"'{name}', row {number}", dict.fromkeys(names) | without_nulls_inside(row))
-
-
-@contextmanager
-def _new_folder(name: str, cache: Path) -> Iterator[Path]:
-    """Yield a new folder in ``cache``. It is removed if anything fails, as is ``cache`` if it was not there."""
-    is_new = not cache.exists()
-    try:
-        cache.mkdir(exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="data-", dir=cache))
-        try:
-            yield folder
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    except BaseException as error:
-        if is_new:
-            with suppress(OSError):  # it was never made, or other files are in it by now
-                cache.rmdir()
-        if isinstance(error, OSError):
-            raise ConfigError(
-                f"'{name}': expected to write its rows to '{cache}', but got: {error.strerror or error}; free space, "
-                "or name another output directory"
-            ) from error
-        raise

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TextIO, final
+from typing import Any, Self, TextIO, final
 
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from outcore.command.progress import ProgressFunctions, StepReport, progress
 from outcore.command.train.output.folder import METRICS, PLAN, OutputFolder
 from outcore.command.train.output.prediction import LaneTimes, PredictionComparison
-from outcore.command.train.output.trace import StepTracer, TraceFile
+from outcore.command.train.output.trace import StepTracer
 from outcore.core.quantities import format_bytes
 from outcore.engine.module.timing import timing
 from outcore.engine.optimizer import StreamedOptimizer
@@ -34,15 +34,6 @@ WATCHED_STEPS = 3
 """Steps in which lanes are watched to say why steps are far off."""
 
 
-class ExpectedRun(NamedTuple):
-    """What a plan is expected to take."""
-
-    peak_bytes: Mapping[Tier, int]
-    """Bytes that the run takes on each tier; activations come on top."""
-    comparison: PredictionComparison
-    """Compares the predicted steps with those that come."""
-
-
 @final
 class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no types here
     """Follows a run as a callback of its Trainer. As a context manager it ends the bar and closes the files."""
@@ -51,24 +42,25 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self,
         console: Console,
         output: OutputFolder,
-        trace: TraceFile | None,
-        *,
-        planned: ExpectedRun,
+        trace: Path | None,
+        peak_bytes: Mapping[Tier, int],
+        comparison: PredictionComparison,
     ) -> None:
         """Report nothing yet.
 
         Args:
             console: A terminal gets a bar, anything else plain lines.
             output: Begun when training begins; gets ``plan.json`` and ``metrics.jsonl``.
-            trace: Gets a timeline of a few steps.
-            planned: What the run's plan is expected to take.
+            trace: File that gets a timeline of a few steps.
+            peak_bytes: What the plan takes on each tier; activations come on top.
+            comparison: Compares the predicted steps with those that come.
         """
         self._console, self._output, self._trace = console, output, trace
         self._closing = ExitStack()
         self._shown: ProgressFunctions
         self._file: TextIO
         self._optimizer: StreamedOptimizer
-        self._planned = planned
+        self._peak_bytes, self._comparison = peak_bytes, comparison
         self._meter: _StepMeter
         self._reported = (0, 0)  # steps and tokens
         self._tracer: StepTracer | None = None
@@ -135,11 +127,11 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             now = (state.global_step, int(logs["num_tokens"]))
             steps, tokens = now[0] - self._reported[0], now[1] - self._reported[1]
             self._reported = now
-            lap = self._meter.lap(steps=steps, tokens=tokens) | self._planned.comparison.facts()
+            lap = self._meter.lap(steps=steps, tokens=tokens) | self._comparison.facts()
             self._add_up(logs["loss"], steps, tokens, steps * lap["step_s"])
             found = LaneTimes({COMPUTE: lap["compute_s"]}, lap["exposed_s"], lap["moved_bytes"])
-            self._planned.comparison.add(lap["step_s"], steps, found)
-            self._write(line | _training(logs) | _moving(lap) | {"peak_bytes": self._planned.peak_bytes})
+            self._comparison.add(lap["step_s"], steps, found)
+            self._write(line | _training(logs) | _moving(lap) | {"peak_bytes": self._peak_bytes})
             self._shown.report(
                 StepReport(
                     step=state.global_step,
@@ -148,11 +140,11 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
                     tokens=tokens,
                     moved_bytes=sum(self._optimizer.traffic().values()),
                     exposed_s={lane: steps * seconds for lane, seconds in lap["exposed_s"].items()},
-                    of_predicted=self._planned.comparison.so_far,
+                    of_predicted=self._comparison.so_far,
                     judged={name: logs[key] for key, name in _JUDGED.items() if key in logs},
                 )
             )
-            if self._planned.comparison.is_off:
+            if self._comparison.is_off:
                 self._meter.watch()
         elif any(name.startswith("eval_") for name in logs):
             values = {name: value for name, value in logs.items() if name not in _ELSEWHERE}
@@ -163,8 +155,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def _explain(self, state: TrainerState) -> None:
         """Say why steps are far off their prediction, once lanes have been watched."""
         found = self._meter.watched(is_last=state.global_step == state.max_steps)
-        if found is not None and self._planned.comparison.is_off:  # steps may be as predicted again
-            why = self._planned.comparison.why(found)
+        if found is not None and self._comparison.is_off:  # steps may be as predicted again
+            why = self._comparison.why(found)
             said = f"step {state.global_step}: {why}; outcore probe measures the machine again, --resume plans for it"
             self._console.print(said, markup=False, soft_wrap=True)
 
@@ -175,11 +167,11 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
     def summary(self) -> dict[str, str]:
         """Return what the run was: name -> text."""
         took = timedelta(seconds=round(time.perf_counter() - self._begun_s))
-        planned = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in self._planned.peak_bytes.items() if n)
+        planned = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in self._peak_bytes.items() if n)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return (
             self._summary
-            | self._planned.comparison.closing()
+            | self._comparison.closing()
             | {
                 "time": f"{took}, evaluation and saving included",
                 "peak memory": f"{planned}, without device activations; this process {format_bytes(resident)} resident",

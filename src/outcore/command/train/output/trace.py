@@ -21,66 +21,57 @@ WARM_UP_STEPS = 2  # in the first steps, memory is touched and kernels are chose
 _IS_OURS = re.compile(rf"{re.escape(PLAN)}|{re.escape(METRICS)}.*|\.?{re.escape(MODEL)}.*|checkpoint-\d+")
 
 
-@final
-class TraceFile:
-    """The file of ``--trace``. Nothing is written before ``write``."""
+def trace_target(path: Path, *, out: Path) -> Path:
+    """Return the file that ``--trace`` names, with links resolved. Nothing is written yet.
 
-    def __init__(self, path: Path, *, out: Path) -> None:
-        """Check the path.
+    Args:
+        path: The file. It may be missing; a trace that is there is replaced later.
+        out: The run's output folder, which may hold the file and need not be there yet.
 
-        Args:
-            path: The file. It may be missing; a trace that is there is replaced.
-            out: The run's output folder, which may hold the file and need not be there yet.
+    Raises:
+        ConfigError: It cannot be written to, or would replace something else.
+    """
+    try:
+        target, out = path.resolve(), out.resolve()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(target)  # the name may be too long
+        _refuse_other(path, target)
+        _refuse_unusable(path, target.parent, out)
+    except (OSError, RuntimeError) as error:  # errors of the drive; links in a circle
+        raise _unwritable(path, error) from error
+    if target == out or (out in target.parents and _IS_OURS.fullmatch(target.relative_to(out).parts[0])):
+        raise ConfigError(
+            f"--trace: expected a file of its own, but the run itself writes '{path}'; name it trace.json"
+        )
+    return target
 
-        Raises:
-            ConfigError: It cannot be written to, or would replace something else.
-        """
-        self.path = path
-        try:
-            self._target = path.resolve()
-            out = out.resolve()
-            with suppress(FileNotFoundError, NotADirectoryError):
-                os.lstat(self._target)  # the name may be too long
-            _refuse_other(path, self._target)
-            _refuse_unusable(path, self._target.parent, out)
-        except (OSError, RuntimeError) as error:  # errors of the drive; links in a circle
-            raise _unwritable(path, error) from error
-        if self._target == out or (
-            out in self._target.parents and _IS_OURS.fullmatch(self._target.relative_to(out).parts[0])
-        ):
-            raise ConfigError(
-                f"--trace: expected a file of its own, but the run itself writes '{path}'; name it trace.json"
-            )
 
-    def write(self, timeline: Timeline) -> None:
-        """Write a timeline, atomically. If that fails there is only a warning: no run is lost over it."""
-        try:
-            self._replace(timeline.to_trace())
-        except OSError as error:
-            warnings.warn(f"--trace: '{self.path}' could not be written: {error.strerror}", stacklevel=1)
-
-    def _replace(self, trace: str) -> None:
+def write_trace(target: Path, timeline: Timeline) -> None:
+    """Write a timeline, atomically. If that fails there is only a warning: no run is lost over it."""
+    try:
         # Written under a name that nothing else has, in the same folder, then moved.
-        with tempfile.TemporaryDirectory(prefix=".trace-", dir=self._target.parent) as folder:
-            partial = Path(folder) / self._target.name
-            partial.write_text(trace)
-            partial.replace(self._target)
+        with tempfile.TemporaryDirectory(prefix=".trace-", dir=target.parent) as folder:
+            partial = Path(folder) / target.name
+            partial.write_text(timeline.to_trace())
+            partial.replace(target)
+    except OSError as error:
+        warnings.warn(f"--trace: '{target}' could not be written: {error.strerror}", stacklevel=1)
 
 
 @final
 class StepTracer:
     """Records ``TRACED_STEPS`` steps of a run, after ``WARM_UP_STEPS``, or the last ones of a short run."""
 
-    def __init__(self, file: TraceFile, recorder: Recorder, *, done: int, steps: int) -> None:
+    def __init__(self, target: Path, recorder: Recorder, *, done: int, steps: int) -> None:
         """Record nothing yet.
 
         Args:
-            file: Where the timeline is written.
+            target: File that the timeline is written to.
             recorder: The recorder of the run's device.
             done: Steps that an earlier run did.
             steps: Steps of the whole run.
         """
-        self._file, self._recorder = file, recorder
+        self._target, self._recorder = target, recorder
         self._first = done + 1 + max(0, min(WARM_UP_STEPS, steps - done - TRACED_STEPS))
         self._last = self._first + TRACED_STEPS - 1
         self._is_recording = False
@@ -101,7 +92,7 @@ class StepTracer:
             self._is_recording = False
             self._recorder.stop()
             with suppress(RuntimeError):  # a device that failed has no times to give
-                self._file.write(self._recorder.timeline())
+                write_trace(self._target, self._recorder.timeline())
 
 
 def _refuse_other(path: Path, target: Path) -> None:

@@ -24,7 +24,8 @@ def describe(settings: RunSettings) -> dict[str, str]:
     """Say what a run will do: all that was set, and the defaults that matter. Name -> text, in reading order."""
     values = dict(defaults(settings.method)) | dict(settings.training)
     length = "max_steps" if values["max_steps"] > 0 else "num_train_epochs"
-    own = {field.name: getattr(settings, field.name) for field in dataclasses.fields(RunOptions)}
+    fields = [field.name for field in dataclasses.fields(RunOptions) if field.name != "dry_run"]
+    own = {name: getattr(settings, name) for name in fields}
     is_set = {name: value for name, value in own.items() if value != getattr(RunOptions, name, None)}
     said = {name: own[name] for name in ("model", "data", "out", "precision")} | is_set
     said |= {name: values[name] for name in (length, *_ALWAYS) if name in values}
