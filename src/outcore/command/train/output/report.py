@@ -65,8 +65,7 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         self._reported = (0, 0)  # steps and tokens
         self._tracer: StepTracer | None = None
         self._begun_s = time.perf_counter()
-        self._summary: dict[str, str] = {}
-        self._trained = (0, 0, 0.0)  # steps, tokens and seconds of this run
+        self._trained = (0, 0, 0.0, 0.0)  # steps, tokens and seconds of this run, and its last loss
 
     def __enter__(self) -> Self:
         return self
@@ -128,7 +127,8 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
             steps, tokens = now[0] - self._reported[0], now[1] - self._reported[1]
             self._reported = now
             lap = self._meter.lap(steps=steps, tokens=tokens) | self._comparison.facts()
-            self._add_up(logs["loss"], steps, tokens, steps * lap["step_s"])
+            done = self._trained
+            self._trained = (done[0] + steps, done[1] + tokens, done[2] + steps * lap["step_s"], logs["loss"])
             found = LaneTimes({COMPUTE: lap["compute_s"]}, lap["exposed_s"], lap["moved_bytes"])
             self._comparison.add(lap["step_s"], steps, found)
             self._write(line | _training(logs) | _moving(lap) | {"peak_bytes": self._peak_bytes})
@@ -169,20 +169,16 @@ class RunReport(TrainerCallback):  # type: ignore[misc]  # the library has no ty
         took = timedelta(seconds=round(time.perf_counter() - self._begun_s))
         planned = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in self._peak_bytes.items() if n)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        steps, tokens, took_s, loss = self._trained
+        speed = f"{tokens / took_s:,.0f} tokens/s, {took_s / steps:.3g} s per step" if steps else ""
         return (
-            self._summary
+            ({"final loss": f"{loss:.4f}", "speed": speed} if steps else {})
             | self._comparison.closing()
             | {
                 "time": f"{took}, evaluation and saving included",
                 "peak memory": f"{planned}, without device activations; this process {format_bytes(resident)} resident",
             }
         )
-
-    def _add_up(self, loss: float, steps: int, tokens: int, took_s: float) -> None:
-        done = self._trained
-        steps, tokens, took_s = self._trained = (done[0] + steps, done[1] + tokens, done[2] + took_s)
-        speed = f"{tokens / took_s:,.0f} tokens/s, {took_s / steps:.3g} s per step"
-        self._summary = {"final loss": f"{loss:.4f}", "speed": speed}
 
     def _pause_before(self, control: TrainerControl) -> None:
         """Stop the meter until the next step: ``on_save`` is no end of saving, as it comes some steps later."""
