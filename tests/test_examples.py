@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -35,7 +36,8 @@ from outcore.integrations.transformers import OutcoreMixin
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples"
-MOVING, TRAIN = (ROOT / "docs" / name for name in ("how-to/moving.md", "how-to/train.md"))
+HOW_TO = ROOT / "docs" / "how-to"
+MOVING, TRAIN, AVERAGING = (HOW_TO / name for name in ("moving.md", "train.md", "averaging.md"))
 SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if "__main__" in p.read_text() and p.name != "plain_loop.py")
 SETTINGS = sorted(p.name for p in FOLDER.rglob("*.yaml"))
 FROM_NOTHING = [name for name in SETTINGS if "\nmodel:" in (FOLDER / name).read_text()]
@@ -63,7 +65,7 @@ def test_there_are_examples_of_each_kind_and_the_list_names_all():
     assert len(SCRIPTS) >= 2
     assert len(FROM_NOTHING) >= 2
     linked = re.findall(r"\]\(([^)]+)\)", (FOLDER / "README.md").read_text())
-    assert {*SCRIPTS, *SETTINGS, "plain_loop.py"} <= set(linked)
+    assert {*SCRIPTS, *SETTINGS, "plain_loop.py", "notebook.ipynb"} <= set(linked)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -75,6 +77,16 @@ def test_script(name: str, tmp_path: Path):
     assert re.search(r"^the (model|adapter) loads: ", printed, re.MULTILINE)
     assert any(tmp_path.glob("*/*.safetensors"))
     assert files() == before
+
+
+def test_cells_of_the_notebook_run_in_order(capsys: pytest.CaptureFixture[str]):
+    names: dict[str, Any] = {}
+    for cell in json.loads((FOLDER / "notebook.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["losses"][-1] < 0.5 * names["losses"][0]
+    assert names["moved"]["h2d"] > 0
+    assert "3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module", params=FROM_NOTHING)
@@ -168,7 +180,7 @@ def first_column(page: Path, head: str) -> list[str]:
 def snippets(language: str) -> list[Any]:
     return [
         pytest.param(code, id=f"{page.stem}-{n}")
-        for page in (MOVING, TRAIN)
+        for page in sorted(HOW_TO.glob("*.md"))
         for n, code in enumerate(blocks(page, language))
     ]
 
@@ -189,7 +201,7 @@ def test_settings_resolve(text: str, tmp_path: Path):
 
 @pytest.mark.parametrize("text", snippets("bash"))
 def test_commands_parse(text: str):
-    for line in text.splitlines():
+    for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words[:2] == ["outcore", "train"]:
             context = COMMAND.make_context("train", words[2:])
@@ -231,6 +243,29 @@ def test_flags_and_what_they_set():
 def test_arguments_of_the_mixin():
     parameters = inspect.signature(OutcoreMixin.__init__).parameters.values()
     assert first_column(TRAIN, "argument") == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+@pytest.mark.parametrize("code", blocks(AVERAGING, "python"), ids=["gathered", "streamed"])
+def test_averages_are_those_of_a_loop_without_outcore(code: str):
+    without = re.sub(r"model, optimizer = outcore.*", "", code).replace("outcore.gathered(model)", "nullcontext()")
+    plain = averaged(without.replace("outcore.named_tensors(model)", "model.state_dict().items()"))
+    streamed = averaged(code)
+    assert all(torch.equal(streamed[name], plain[name]) for name in plain)
+
+
+def averaged(code: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    budget = outcore.Budget(device="512KiB", host="4MiB")
+    loader = [{"input_ids": row, "labels": row} for row in torch.randint(259, (6, 2, 16))]
+    names = {**locals(), "outcore": outcore, "nullcontext": contextlib.nullcontext}
+    exec(code, names)
+    if "outcore.prepare" in code:
+        assert not names["optimizer"].plan.rests_on_device
+        outcore.close(model)
+    average = names["average"]
+    return average if isinstance(average, dict) else average.module.state_dict()
 
 
 @pytest.fixture
