@@ -159,7 +159,7 @@ class Timed:
     def keeps_what_fits(self) -> bool:
         """Whether calls keep what fits in a plan that is not plain. False under autocast with its cache of casts.
 
-        See docs/explanation/units.md, Keep what fits.
+        See docs/explanation/activations.md, Keep what fits.
         """
         return not (Autocast.now(self._device.torch_device).is_on and torch.is_autocast_cache_enabled())
 
