@@ -330,7 +330,7 @@ def test_a_signal_stops_all_behind_a_checkpoint(told, files, tmp_path):
     arguments = ["train", *files, *MEMORY, *RUN, "--out", str(out), "--steps", "100000"]
     ranks = start(MAIN, 2, arguments, timeout_s=60)
     try:
-        while "loss" not in ranks[0].stdout.readline():  # until the first step is over
+        while not ranks[0].stdout.readline().startswith("step "):  # until the first step is over
             assert ranks[0].poll() is None
         for number in told:
             ranks[number].send_signal(signal.SIGTERM)

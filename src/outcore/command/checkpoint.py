@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from outcore.checkpoint.find_checkpoints import found_in, prune
@@ -53,12 +52,7 @@ def pruned(directory: Path, *, keep: int) -> str:
             "above it"
         )
     removed = prune(directory, keep, of_trainers=True, check=True)
-    return "\n".join(_removed(removed)) or "nothing to remove"
-
-
-def _removed(paths: list[Path]) -> Iterator[str]:
-    for path in paths:
-        yield f"removed {path}"
+    return "\n".join(f"removed {path}" for path in removed) or "nothing to remove"
 
 
 def _some(directory: Path) -> list[tuple[int, Path]]:

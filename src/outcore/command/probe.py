@@ -79,7 +79,7 @@ def _refuse_busy(busy: str) -> None:
     if busy:
         raise OutcoreError(
             f"this machine is busy: {busy} while it was measured, so its rates are neither kept nor written; measure "
-            "it again when they have ended"
+            "it again when that has ended"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 
@@ -17,19 +17,15 @@ from outcore.spec.model import ParamSpec
 _STATE = ("weights", "gradients", "states", "buffers")
 
 
-class Length(NamedTuple):
-    """How long a run is."""
+def steps_of(trainer: Any) -> tuple[int, int]:
+    """Ask a Trainer for the steps of an epoch, and of the whole run.
 
-    steps_per_epoch: int
-    steps: int
-
-    @classmethod
-    def of(cls, trainer: Any) -> Self:
-        """Ask a Trainer. Its data loader draws a random number when it is made, which is undone for the training."""
-        with torch.random.fork_rng(devices=[]):
-            found = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
-        _, steps_per_epoch, *_, steps = found
-        return cls(int(steps_per_epoch), int(steps))
+    Its data loader draws a random number when it is made, which is undone for the training.
+    """
+    with torch.random.fork_rng(devices=[]):
+        found = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    _, steps_per_epoch, *_, steps = found
+    return int(steps_per_epoch), int(steps)
 
 
 def facts_of_model(job: PlannedRun) -> dict[str, str]:
@@ -59,15 +55,23 @@ def facts_of_model(job: PlannedRun) -> dict[str, str]:
     return said | {"disk budget": disk}
 
 
-def facts_of_data(content: Content, length: Length, trainer: Any, sources: Sequence[str]) -> dict[str, str]:
-    """Return rows, tokens and steps: name -> text. Args: sources: What each of several sources gives."""
+def facts_of_data(content: Content, steps: tuple[int, int], trainer: Any, sources: Sequence[str]) -> dict[str, str]:
+    """Return rows, tokens and steps: name -> text.
+
+    Args:
+        content: Of the data.
+        steps: As ``steps_of`` returns them.
+        trainer: The run's Trainer.
+        sources: What each of several sources gives.
+    """
+    per_epoch, in_all = steps
     packed = ", packed" if getattr(trainer.args, "packing", False) else ""
     said = {
         **({"from": "; ".join(sources)} if sources else {}),
         "rows": f"{content.rows:,}{packed}, {content.tokens:,} tokens",
-        "an epoch": f"{length.steps_per_epoch:,} steps",
-        "a step": f"{content.tokens / length.steps_per_epoch:,.0f} tokens on average",
-        "the run": f"{length.steps:,} steps, {length.steps / length.steps_per_epoch:.2f} epochs",
+        "an epoch": f"{per_epoch:,} steps",
+        "a step": f"{content.tokens / per_epoch:,.0f} tokens on average",
+        "the run": f"{in_all:,} steps, {in_all / per_epoch:.2f} epochs",
     }
     return said if trainer.eval_dataset is None else said | {"evaluation": f"{len(trainer.eval_dataset):,} rows"}
 

@@ -1,4 +1,4 @@
-"""Any rank of a run but rank 0: it trains along, and writes its part of checkpoints. Rank 0 does all else."""
+"""What ranks other than 0 do: they train along and write their parts of checkpoints. Rank 0 does everything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training run that can be done: its model is there, its plan is within the budget, its data is of one kind."""
+"""A run that is ready to begin: its model is found, its plan fits the budget, and its data is of one kind."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PlannedRun:
         """
         _refuse_unusable(settings.budget.paths)
         source, tokenizer = _found(settings)
-        args = _arguments(settings)
+        args = settings.method.arguments(str(settings.out), settings.training)
         if not (settings.method.has_reference and settings.lora is None):
             model, reference = _plan_model(settings, args, source, settings.budget), None
         else:
@@ -91,16 +91,9 @@ class PlannedRun:
     @classmethod
     def told(cls, settings: RunSettings, plans: tuple[PlacedModel, PlacedModel | None]) -> Self:
         """Make another rank's job. Args: plans: Of rank 0. Raises: ConfigError: The model cannot be found here."""
-        source, tokenizer = _found(settings)
-        model, reference = plans
-        return cls(
-            settings=settings,
-            source=source,
-            tokenizer=tokenizer,
-            model=model,
-            reference=reference,
-            args=_arguments(settings),
-        )
+        (source, tokenizer), (model, reference) = _found(settings), plans
+        args = settings.method.arguments(str(settings.out), settings.training)
+        return cls(settings=settings, source=source, tokenizer=tokenizer, model=model, reference=reference, args=args)
 
     def load_data(self, cache: Path) -> RunData:
         """Load and check what the run trains on, and warn of what is left out.
@@ -310,10 +303,6 @@ def _found(settings: RunSettings) -> tuple[ModelSource, PreTrainedTokenizerBase]
     _refuse_random_base(source)
     tokenizer = load_tokenizer(source, eos_token=settings.eos_token, chat_template=settings.chat_template_path)
     return source, tokenizer
-
-
-def _arguments(settings: RunSettings) -> Any:
-    return settings.method.arguments(str(settings.out), settings.training)
 
 
 def _refuse_unusable(disks: Iterable[str]) -> None:

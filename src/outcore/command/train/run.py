@@ -24,7 +24,7 @@ from outcore.checkpoint.weights.export import save_model
 from outcore.checkpoint.weights.small_files import SmallFilesError, Writers
 from outcore.command.terminal import Terminal, aligned, broken
 from outcore.command.train.command_ranks import ALONE, CommandRanks
-from outcore.command.train.facts import Length, facts_of_data, facts_of_model
+from outcore.command.train.facts import facts_of_data, facts_of_model, steps_of
 from outcore.command.train.loop.nonfinite import NonFiniteStepError
 from outcore.command.train.loop.preemption import Preemption
 from outcore.command.train.output.folder import MODEL, Checkpoint, OutputFolder
@@ -146,7 +146,7 @@ def _dry_run(terminal: Terminal, job: PlannedRun, output: OutputFolder, record: 
         data = job.load_data(Path(cache))
         _say(terminal, "Plan", job.plan_table())
         elsewhere = dataclasses.replace(job, settings=dataclasses.replace(job.settings, out=Path(cache)))
-        with _trainer(terminal, elsewhere, data, record, None) as (trainer, _):
+        with _trainer(terminal, elsewhere, data, record, None) as trainer:
             trainer.rehearse()
             if output.checkpoint is not None:
                 _changes(trainer.record, output.checkpoint)
@@ -154,8 +154,8 @@ def _dry_run(terminal: Terminal, job: PlannedRun, output: OutputFolder, record: 
 
 def _train(run: _RunParts, record: RunRecord) -> None:
     """Train, save the model, and describe the run. Args: record: Of the run, without its data."""
-    with _trainer(run.terminal, run.job, run.data, record, run) as (trainer, length):
-        if _is_over(run, trainer, length.steps):
+    with _trainer(run.terminal, run.job, run.data, record, run) as trainer:
+        if _is_over(run, trainer):
             return
         path = None if run.output.checkpoint is None else run.output.checkpoint.path
         run.ranks.tell((path, True))
@@ -173,7 +173,7 @@ def _train(run: _RunParts, record: RunRecord) -> None:
 @contextmanager
 def _trainer(
     terminal: Terminal, job: PlannedRun, data: RunData, record: RunRecord, run: _RunParts | None
-) -> Iterator[tuple[Any, Length]]:
+) -> Iterator[Any]:
     """Tokenize the data, describe it, and yield a trainer that ends with the block.
 
     Args:
@@ -186,18 +186,18 @@ def _trainer(
     with terminal.status("Preparing the data"):
         trainer = job.trainer(data, () if run is None else (run.preemption, run.report))
     try:
-        length = Length.of(trainer)
-        trainer.record = record.with_data(job.settings.data_name, trainer.train_dataset, trainer.args, length.steps)
+        steps = steps_of(trainer)
+        trainer.record = record.with_data(job.settings.data_name, trainer.train_dataset, trainer.args, steps[1])
         trainer.preemption = None if run is None else run.preemption
-        _say_items(terminal, "Data", facts_of_data(trainer.record.data, length, trainer, data.training.sources))
-        yield trainer, length
+        _say_items(terminal, "Data", facts_of_data(trainer.record.data, steps, trainer, data.training.sources))
+        yield trainer
     finally:
         trainer.end()
 
 
-def _is_over(run: _RunParts, trainer: Any, steps: int) -> bool:
+def _is_over(run: _RunParts, trainer: Any) -> bool:
     """Say where the run resumes. Returns: Whether nothing is left to do."""
-    terminal, output, resumed = run.terminal, run.output, run.output.checkpoint
+    terminal, output, resumed, steps = run.terminal, run.output, run.output.checkpoint, trainer.record.steps
     if resumed is None:
         if run.job.settings.resume:
             _say(terminal, "Resume", f"nothing was saved in {output.path}: the run begins at step 0")

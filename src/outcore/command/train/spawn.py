@@ -1,4 +1,4 @@
-"""``--nproc R``: the same command in R processes, by the launcher of torch."""
+"""``--nproc R``: the same command in R processes, started by torch's launcher."""
 
 from __future__ import annotations
 

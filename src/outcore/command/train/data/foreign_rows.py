@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from outcore.core.errors import ConfigError
 
@@ -14,29 +14,23 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "
 _LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 
 
-class ReadResult(NamedTuple):
-    """What became of a row."""
-
-    fields: Mapping[str, Any]
-    """Values by the names that ``records`` knows."""
-    notice: str | None
-    """What to tell the user, once; None: nothing."""
-
-
-def read_foreign(where: str, fields: Mapping[str, Any]) -> ReadResult:
+def read_foreign(where: str, fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
     """Rename the fields of a row of ShareGPT or Alpaca; any other row comes back as it is.
+
+    Returns:
+        Values by the names that ``records`` knows, and what to tell the user, once; None: nothing.
 
     Raises:
         ConfigError: An instruction has an input that is not text.
     """
     renamed = {key: _messages(fields[key]) if key in _LISTS else value for key, value in fields.items()}
     if isinstance(renamed.get("conversations"), list) and renamed.get("messages") is None:
-        return ReadResult(_from_conversations(renamed), SHARE_GPT)
+        return _from_conversations(renamed), SHARE_GPT
     if isinstance(renamed.get("instruction"), str) and renamed.get("prompt") is None and renamed.get("text") is None:
         found = _from_instruction(where, renamed)
-        return ReadResult(fields, None) if found is None else ReadResult(found, ALPACA)
+        return (fields, None) if found is None else (found, ALPACA)
     is_renamed = any(renamed[key] is not value for key, value in fields.items())
-    return ReadResult(renamed, SHARE_GPT) if is_renamed else ReadResult(fields, None)
+    return (renamed, SHARE_GPT) if is_renamed else (fields, None)
 
 
 def with_prompt(where: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:

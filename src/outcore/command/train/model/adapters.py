@@ -1,4 +1,4 @@
-"""Adapters on a model that is built without its weights, as the run's Trainer adds them later."""
+"""Adapters on a model without weights, for planning: the same that the run's Trainer adds later."""
 
 from __future__ import annotations
 

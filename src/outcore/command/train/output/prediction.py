@@ -1,6 +1,6 @@
 """Predicted times of steps beside measured ones: in every line, on the bar, and in one sentence at the end.
 
-Steps that are far off also get their cause, once: others on the machine, if any, and what takes longest in comparison.
+If steps are far off, the cause is said once: other programs on the machine, and the lane that differs most.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class PredictionComparison:
 
 
 def _busy(others: Others) -> str:
-    """Return the beginning of a cause. Other ranks are no others, and cannot be told from them."""
+    """Say that other programs keep the machine busy. With several ranks it says nothing: they would count as others."""
     busy = others.busy() if num_ranks() == 1 else ""
     return f"this machine is busy, {busy}; " if busy else ""
 

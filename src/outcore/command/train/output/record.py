@@ -121,17 +121,23 @@ class RunRecord:
         values["gradient_accumulation_steps"] *= num_ranks()  # fewer ranks may accumulate more
         for name in ("output_dir", *_LENGTHS, *_PACKING, *(n for n in values if n in SHORT_NAMES)):
             values.pop(name, None)
-        own = {
-            name: getattr(settings, name)
-            for name in ("eval_data", "precision", "master_format", "plan", "hardware", "device", "on_nonfinite")
-        }
+        names = (
+            "model",
+            "trace",
+            "eval_data",
+            "precision",
+            "master_format",
+            "plan",
+            "hardware",
+            "device",
+            "on_nonfinite",
+        )
+        own = {name: getattr(settings, name) for name in (*names, "attention", "eos_token", "chat_template_path")}
         budget = settings.budget
         values |= own | {"device_memory": budget.device, "host_memory": budget.host, "disk": list(budget.paths)}
-        values |= {"model": settings.model, "trace": settings.trace, "command": settings.method.command}
-        values |= {"attention": settings.attention, "compile": settings.compile or None}
+        values |= {"command": settings.method.command, "compile": settings.compile or None}
         values |= {"unit_micro_batches": settings.unit_micro_batches if settings.unit_micro_batches != 1 else None}
         values |= {"base": None if settings.quantization is None else str(settings.quantization)}
-        values |= {"eos_token": settings.eos_token, "chat_template_path": settings.chat_template_path}
         values |= {f"lora.{name}": value for name, value in (settings.lora or {"r": None}).items()}
         return cls(settings=_as_json(values), model=_digest(source))
 

@@ -1,6 +1,6 @@
 """Mistakes for which a run is refused at once, before torch and the trainers are imported, which takes seconds.
 
-Nothing here is the only check: ``resolve`` and what comes after it refuse the same, and all else.
+``resolve``, and what comes after it, refuses all of these again, and everything else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every setting there is: fields of TRL's class, of PEFT's ``LoraConfig`` and outcore's own, by their annotations.
 
-What an annotation does not say, the libraries judge themselves when their classes are made (``setting_rules``). Here
-stands only what they would judge in the middle of a run or not at all, and what this command decides in their place.
+The libraries check what an annotation does not say when their classes are made (``setting_rules``). This file has only
+what they would check in the middle of a run or never, and what this command decides in their place.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _WORDS: Mapping[str, Sequence[str]] = {
     "lora.peft_type": ("LORA",),
     "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
 }
-"""Words of settings that are judged in the first step, or not at all."""
+"""Words that the libraries check in the first step, or never."""
 _MANY = 12
 """The most words that a message lists."""
 _TOO_LARGE = 2**63

@@ -26,7 +26,7 @@ _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, NotImplementedE
 
 
 def refuse_contradictions(settings: Mapping[str, GivenSetting]) -> None:
-    """Refuse settings of which one would silently have no effect.
+    """Refuse settings that would silently have no effect beside others.
 
     Raises:
         ConfigError: The first pair that is found.
