@@ -85,8 +85,8 @@ class PlannedRun:
 
     @property
     def plans(self) -> tuple[PlacedModel, PlacedModel | None]:
-        """The plans of the model and its reference, for the other ranks."""
-        return self.model.untimed(), None if self.reference is None else self.reference.untimed()
+        """The plans of the model and its reference, for the other ranks. They need no steps in time."""
+        return self.model._replace(predicted=None), self.reference and self.reference._replace(predicted=None)
 
     @classmethod
     def told(cls, settings: RunSettings, plans: tuple[PlacedModel, PlacedModel | None]) -> Self:

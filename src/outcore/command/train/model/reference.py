@@ -34,10 +34,6 @@ class PlacedModel(NamedTuple):
         """Bytes on each tier, as a budget counts them."""
         return of_node(tier_bytes(self.spec, self.plan), num_local_ranks())
 
-    def untimed(self) -> PlacedModel:
-        """Return the same without steps in time."""
-        return self._replace(predicted=None)
-
 
 _SHARES = 16
 """Shares of the device that are tried for the reference if simple ones do not do."""
