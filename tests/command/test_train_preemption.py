@@ -278,7 +278,9 @@ def test_saves_come_by_the_clock_and_at_the_end(shared, command, tmp_path, monke
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 25.0 * next(clock)))
     done = command(*shared, "--out", out, "--save-every-minutes", 1, "--keep", 2)
     assert done.status == 0, done.err
-    assert "every 1 minutes, the last 2 kept" in done.out
+    said = [line.split() for line in done.out.splitlines()]
+    assert ["save_every_minutes", "1"] in said
+    assert ["keep", "2"] in said
     said = re.search(
         r"saving +(\d) checkpoints, for which training waited (\d+) s, ([\d.]+)% of the time; "
         r"--save-every-minutes ([\d.]+) would",
