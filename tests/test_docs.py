@@ -45,7 +45,7 @@ def test_every_lane_is_explained(page: str):
 
 
 def test_the_tests_that_edges_name_are_there():
-    named = set(re.findall(r"::(test_\w+)", (DOCS / "reference" / "edges.md").read_text()))
+    named = set(re.findall(r"::(test_\w+)", (DOCS / "internals" / "edges.md").read_text()))
     written = {n for path in ROOT.glob("tests/**/*.py") for n in re.findall(r"def (test_\w+)", path.read_text())}
     assert len(named) > 50
     assert [name for name in named if not any(test.startswith(name) for test in written)] == []
