@@ -31,7 +31,7 @@ hypothesis.settings.register_profile("patient", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("patient")
 
 LANE_EXIT_S = 5.0  # a closed lane's thread may still run its last instructions
-FIRST = ("simulated_gpu", "system")  # folders whose tests start first
+FIRST = ("simulated_gpu", "tutorial", "system")  # folders whose tests start first
 WORKERS_PER_CORE = 2
 EVERY_OPTIMIZER = ("parity", "loop")
 BIT_FOR_BIT = ("parity", "checkpoint", "integrations", "loop")  # plans that update on the host, and plain loops

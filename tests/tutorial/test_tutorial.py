@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorial.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
 COMMANDS = {"python": "", "outcore": "-m outcore", "transformers": "-m transformers.cli.transformers"}
 
 
