@@ -43,7 +43,8 @@ def run(script: str, folder: Path) -> str:
         free.bind(("localhost", 0))
         script = script.replace("8000", str(free.getsockname()[1]))
     env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    command = ["bash", "-euo", "pipefail", "-c", f"exec 2>&1\n{script}"]
+    end = "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT"  # of the server, also if what follows it fails
+    command = ["bash", "-euo", "pipefail", "-c", f"exec 2>&1\n{end}\n{script}"]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout
     return done.stdout
