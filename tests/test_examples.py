@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples"
 HOW_TO = ROOT / "docs" / "how-to"
 MOVING, TRAIN, AVERAGING = (HOW_TO / name for name in ("moving.md", "train.md", "averaging.md"))
+RUNS = ROOT / "docs" / "reference" / "runs.md"
 SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if "__main__" in p.read_text() and p.name != "plain_loop.py")
 SETTINGS = sorted(p.name for p in FOLDER.rglob("*.yaml"))
 FROM_NOTHING = [name for name in SETTINGS if "\nmodel:" in (FOLDER / name).read_text()]
@@ -104,7 +105,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_settings(trained: Path):
     lines = metrics(trained)
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
-    numbers = set(first_column(TRAIN, "in a line of `metrics.jsonl`"))
+    numbers = set(first_column(RUNS, "in a line of `metrics.jsonl`"))
     sometimes = {"skipped", "predicted_compute_s", "predicted_exposed_s"}
     assert numbers == set(lines[0]) | sometimes, "the page lists every number"
     assert outcore.Plan.load(trained / "plan.json")
@@ -237,7 +238,7 @@ def test_flags_and_what_they_set():
             assert flag in OPTIONS
             if short not in ("eval_data", "lora"):
                 assert SHORT_NAMES.get(short, short) == name
-    assert OPTIONS <= set(re.findall(r"--[a-z0-9-]+", TRAIN.read_text()))
+    assert OPTIONS <= set(re.findall(r"--[a-z0-9-]+", TRAIN.read_text() + RUNS.read_text()))
 
 
 def test_arguments_of_the_mixin():
