@@ -245,14 +245,18 @@ def test_bad_input_changes_nothing(tmp_path: Path):
         outcore.load_checkpoint(model, optimizer, tmp_path / "c")
 
 
-def test_what_a_trainer_wrote_is_not_taken_for_one(tmp_path: Path):
-    """Nor is it removed: the Trainer knows which checkpoint is the best."""
+def test_of_trainers_checkpoints_those_without_the_whole_state_are_refused(tmp_path: Path):
+    """None is removed: the Trainer knows which is the best."""
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")
     unfinished = UnfinishedCheckpoint(tmp_path / "c" / "checkpoint-9")
     (unfinished.path / "trainer_state.json").write_text("{}")
     unfinished.commit(lambda files: Manifest(step=9, files=files))
     with small.prepared(small.build("plain"), tmp_path) as (model, optimizer):
-        with pytest.raises(ConfigError, match="it is a Trainer's"):
+        with pytest.raises(ConfigError, match="this Trainer's has no states"):
             outcore.load_checkpoint(model, optimizer, tmp_path / "c")
+        with pytest.raises(ConfigError, match="it is a plain Trainer's"):
+            outcore.load_checkpoint(model, optimizer, tmp_path / "checkpoint-1")
         with pytest.raises(ConfigError, match="expected weights in safetensors files .*, but there are none"):
             export_checkpoint(tmp_path / "c", tmp_path / "out", "hf")
         for step in (1, 2):

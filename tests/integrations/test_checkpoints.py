@@ -76,6 +76,21 @@ def test_resumed_run_is_the_uninterrupted_run(job, tmp_path):
             exactly(weights(resumed.model), weights(plain.model))
 
 
+@pytest.mark.parametrize("job", [language, sft_lora])
+def test_load_checkpoint_takes_what_a_trainer_saved(job, tmp_path):
+    with streamed(tmp_path) as side:
+        whole = job(side, tmp_path / "whole", save_strategy="steps", save_steps=4)
+        whole.train()
+        other = job(side, tmp_path / "other", **({} if job is sft_lora else {"model": llama(seed=8)}))
+        other.evaluate()  # prepares
+        checkpoint = tmp_path / "whole" / "checkpoint-4"
+        assert outcore.load_checkpoint(other.model, other.optimizer, checkpoint) == {"step": 4}
+        exactly(weights(other.model), weights(whole.model))
+        there, here = (trainer.optimizer.state_dict() for trainer in (whole, other))
+        exactly(here["state"], there["state"])
+        assert here["param_groups"] == there["param_groups"]
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"train_sampling_strategy": "group_by_length"}, {"accelerator_config": {"use_seedable_sampler": False}}],

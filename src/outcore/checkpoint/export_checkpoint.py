@@ -78,7 +78,7 @@ def _found(source: Path) -> Iterator[tuple[Path, Manifest | None]]:
     if model is not None and is_last and not (source / MANIFEST_NAME).is_file():
         yield model, None
         return
-    with found(source, of_trainers=True) as (path, manifest):
+    with found(source) as (path, manifest):
         yield path, None if TRAINER_STATE in manifest.files else manifest
 
 

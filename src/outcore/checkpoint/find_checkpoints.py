@@ -21,8 +21,8 @@ from outcore.spec.manifest import MANIFEST_NAME, Manifest
 _STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
 _OURS = "step-"
 """Prefix of the names of our checkpoints. Others are a Trainer's, which removes old ones itself."""
-TRAINER_STATE, RECORD = "trainer_state.json", "settings.json"
-"""Files of a Trainer's checkpoint: what a Trainer writes last, and the record of the command's run."""
+TRAINER_STATE, RECORD, RANDOM_STATE = "trainer_state.json", "settings.json", "rng_state"
+"""Files of a Trainer's checkpoint: what a Trainer writes last, the command's record, and the stem of random states."""
 NOT_OF_A_MODEL = (
     *("optimizer*", "unit-*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin"),
     *("rest.safetensors*", "rest-*", "state.json", "state.safetensors"),
@@ -41,16 +41,13 @@ def found_in(directory: Path) -> list[tuple[int, Path]]:
 
 
 @contextmanager
-def found(
-    directory: Path, *, step: int | None = None, check: bool = True, of_trainers: bool = False
-) -> Iterator[tuple[Path, Manifest]]:
+def found(directory: Path, *, step: int | None = None, check: bool = True) -> Iterator[tuple[Path, Manifest]]:
     """Give the newest checkpoint that is as it was saved, or that of a step. It is not removed inside the block.
 
     Args:
         directory: One checkpoint, or a folder of them.
         step: Step of the checkpoint. None: the newest; a damaged one gives a warning, and the one before is taken.
         check: Read everything, and compare it with the checksums.
-        of_trainers: Whether it may be a Trainer's.
 
     Raises:
         ConfigError: There is no checkpoint, or it is damaged.
@@ -58,23 +55,13 @@ def found(
     with ExitStack() as holding:
         if os.path.isfile(directory / MANIFEST_NAME) and step is None:
             holding.enter_context(held(directory))
-            yield _of_a_run(directory, read_manifest(directory, check=check), of_trainers=of_trainers)
-            return
-        if os.path.isdir(directory):
-            clear_away(directory)
-        yield _of_a_run(*_newest(directory, step, holding, check=check), of_trainers=of_trainers)
-
-
-def _of_a_run(path: Path, manifest: Manifest, *, of_trainers: bool) -> tuple[Path, Manifest]:
-    if TRAINER_STATE in manifest.files:
-        if of_trainers:
-            return path, manifest
-        raise ConfigError(
-            f"checkpoint '{path}': expected what outcore.save_checkpoint() wrote, but it is a Trainer's; give it to "
-            "--resume or resume_from_checkpoint. from_pretrained reads the model in it as it is"
-        )
-    refuse_other_tensors(path, manifest)
-    return path, manifest
+            path, manifest = directory, read_manifest(directory, check=check)
+        else:
+            if os.path.isdir(directory):
+                clear_away(directory)
+            path, manifest = _newest(directory, step, holding, check=check)
+        refuse_other_tensors(path, manifest)
+        yield path, manifest
 
 
 def refuse_other_tensors(path: Path, manifest: Manifest) -> None:
@@ -107,9 +94,11 @@ def _newest(directory: Path, step: int | None, holding: ExitStack, *, check: boo
     if newest is not None:
         return newest
     what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+    plain = "it is a plain Trainer's (for resume_from_checkpoint)"
     raise ConfigError(
-        f"checkpoint: expected {what} in '{directory}', but there is none; name a folder that "
-        "outcore.save_checkpoint() wrote"
+        f"checkpoint: expected {what} in '{directory}', but "
+        f"{plain if os.path.isfile(directory / TRAINER_STATE) else 'there is none'}; name a folder that "
+        "outcore.save_checkpoint() or a Trainer with OutcoreMixin wrote"
     )
 
 

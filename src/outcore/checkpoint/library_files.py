@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import merge
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 
 from outcore.checkpoint.begin_checkpoint import refuse_full
-from outcore.checkpoint.training_state import STATES, described_states, plain_settings, trained_params
-from outcore.checkpoint.unit_files import Section, is_state, records, sections, state_sections, write_units
+from outcore.checkpoint.shared_checkpoint import buffers_of
+from outcore.checkpoint.training_state import STATES, described_states, params_by_name, trained_params
+from outcore.checkpoint.unit_files import Section, sections, state_sections, write_units
 from outcore.checkpoint.weights.conversions import Group, saving_groups
 from outcore.checkpoint.weights.export import (
     ADAPTER_FILE,
@@ -38,6 +39,7 @@ from outcore.checkpoint.weights.export import (
     saves_adapters,
     without_bytes,
 )
+from outcore.checkpoint.weights.state_names import StatePlace
 from outcore.core.quantities import align_up
 from outcore.engine.checkpoint_saves import Read, Save, Source, append_bytes
 from outcore.engine.engine import Engine
@@ -101,20 +103,60 @@ class _Layout(NamedTuple):
     """Name and text of the index; None if there is one file."""
 
 
+class SavedNames(NamedTuple):
+    """Which tensors of a model the library saves, and under which names. Settled once for a save: it takes long."""
+
+    files: Sequence[tuple[str, Sequence[Group], Mapping[str, torch.Tensor]]] = ()
+    """Of the files of each stem: the groups of tensors in them, and the tensors of the model that these are made of."""
+    adapters: Mapping[Path, Mapping[str, StatePlace]] | None = None
+    """What ``adapter_tensors`` returned."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Settle the names. Raises: ConfigError, UnsupportedError: As for ``save_pretrained``."""
+        if saves_adapters(model):
+            adapters = adapter_tensors(model)
+            found = [
+                (str(inside / Path(ADAPTER_FILE).stem), {name: place.tensor for name, place in tensors.items()})
+                for inside, tensors in (adapters or {}).items()
+            ]
+            return cls([(stem, [Group(n, [("", n)]) for n in state], state) for stem, state in found], adapters)
+        state = saved_state(model)
+        return cls([("model", saving_groups(model, state), state)])
+
+    def held(self) -> Held:
+        """Where the files hold tensors of the model. Those that are not written are left out."""
+        sources = (
+            (stem, g, state[name]) for stem, groups, state in self.files for g in groups for _, name in g.sources
+        )
+        return {id(tensor): None if group.converter else (stem, group.target) for stem, group, tensor in sources}
+
+
 class LibraryFiles:
     """Weights and states of one checkpoint that is being written."""
 
-    def __init__(self, engine: Engine, unfinished: PartOfCheckpoint, save: Save, *, is_strict: bool = True) -> None:
+    has_states = False
+    """Whether this is the whole state of a run."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        unfinished: PartOfCheckpoint,
+        save: Save,
+        names: SavedNames | None = None,
+        *,
+        is_strict: bool = True,
+    ) -> None:
         """Take over the user's edits of parameters. Nothing is written yet.
 
         Args: is_strict: Whether small files that the library cannot write are an error, and not a warning.
         """
         self._engine, self._unfinished, self._save, self._is_strict = engine, unfinished, save, is_strict
+        self._names = SavedNames.of(engine.model) if names is None else names
+        self.held = self._names.held()
         self._turns = {id(unit.ledger): turn for turn, unit in enumerate(engine.weights.units_to_update())}
         self._layouts: list[_Layout] = []
         """Files that are not begun yet."""
-        self.described: dict[str, Any] = {}
-        """Fields for the manifest, if states are in files of units."""
         for unit in engine.units:
             let_masters_follow(unit, engine.access)
 
@@ -131,30 +173,19 @@ class LibraryFiles:
             OSError: The system reported an error.
             ConfigError, UnsupportedError: As for ``save_pretrained``.
         """
-        model = self._engine.model
+        model, names = self._engine.model, self._names
         if self._engine.has_cut_weights:
             save_model(self._engine, small)
             return
         small.mkdir(exist_ok=True)
-        if saves_adapters(model):
-            self._adapters(small)
-            return
-        state = saved_state(model)
-        groups = saving_groups(model, state)
-        layout = self._layout("model", [self._weights(group, state) for group in groups])
-        self._save_beside(small)
-        self._layouts.append(layout)
-
-    def _adapters(self, small: Path) -> None:
-        adapters, layouts = adapter_tensors(self._engine.model), list[_Layout]()
-        for inside, found in (adapters or {}).items():
-            state = {name: place.tensor for name, place in found.items()}
-            items = [self._weights(Group(name, [("", name)]), state) for name in state]
-            layouts.append(self._layout(str(inside / Path(ADAPTER_FILE).stem), items))
-        if any(layout.index_file is not None for layout in layouts):  # peft reads one file
-            adapters, layouts = None, []
-        values = adapter_values(self._engine) if adapters is None else {}
-        self._save_beside(small, adapters, values)
+        layouts = [self._layout(stem, [self._weights(g, state) for g in groups]) for stem, groups, state in names.files]
+        if not saves_adapters(model):
+            self._save_beside(small)
+        elif names.adapters is None or any(layout.index_file is not None for layout in layouts):  # peft reads one file
+            layouts = []
+            self._save_beside(small, None, adapter_values(self._engine))
+        else:
+            self._save_beside(small, names.adapters)
         self._layouts += layouts
 
     def _save_beside(self, small: Path, *adapters: Any) -> None:
@@ -170,33 +201,31 @@ class LibraryFiles:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             warnings.warn(f"save_checkpoint: from_pretrained will not know this model: {error}", stacklevel=6)
 
-    def rest(self, tensors: Mapping[str, torch.Tensor], params: Iterable[tuple[Unit, int]] = ()) -> None:
-        """Have a file written with tensors that the library's files do not hold, under their names in the model.
+    def states(self, optimizer: StreamedOptimizer, *, step: int) -> None:
+        """Have all else written: trained weights and buffers that the files above lack, states, steps and settings.
 
-        Args:
-            tensors: The tensors.
-            params: Parameters that no param group has, whose states go into this file.
-        """
-        items = [self._weights(Group(name, [("", name)]), tensors) for name in tensors]
-        items += [item for unit, i in params for item in self._states(unit, i)]
-        if items:
-            self._layouts.append(self._layout(REST, items))
-
-    def states(self, optimizer: StreamedOptimizer, *, step: int, in_units: Collection[int] = ()) -> None:
-        """Have states, steps and settings written; with several ranks, this rank's files of units.
+        With several ranks, each rank calls this, and writes its files of units.
 
         Args:
             optimizer: The prepared optimizer.
             step: Step of the whole run.
-            in_units: Ids of parameters whose weights several ranks write into the files of their units, too.
 
         Raises:
             OSError: The system reported an error.
             UnsupportedError: JSON cannot hold a setting of a param group.
         """
-        if self._engine.access.world is not None:
-            tensors = (pair for unit in self._engine.units for pair in records(unit) if _is_needed(unit, pair[0]))
-            self.described = {"tensors": dict(tensors), **plain_settings(optimizer)}
+        self.has_states, world, params = True, self._engine.access.world, params_by_name(self._engine)
+        unheld = {name: unit.params[i] for name, (unit, i) in params.items() if id(unit.params[i]) not in self.held}
+        rest: dict[str, torch.Tensor] = {**unheld} if world is None else {}
+        rest |= {name: buffer for name, buffer in buffers_of(self._engine).items() if id(buffer) not in self.held}
+        updated = dict(trained_params(optimizer))
+        others = [place for name, place in params.items() if name not in updated]
+        if world is None or world.rank == 0:
+            items = [self._weights(Group(name, [("", name)]), rest) for name in rest]
+            items += [item for place in others if world is None for item in self._states(*place)]
+            self._layouts += [self._layout(REST, items)] if items else []
+        if world is not None:
+            in_units = {id(param) for param in unheld.values()}
             self.submit()
 
             def sections_of(unit: Unit) -> list[Section]:
@@ -205,7 +234,7 @@ class LibraryFiles:
 
             write_units(self._engine, self._unfinished, self._save, sections_of)
             return
-        items = [item for _, (unit, i) in trained_params(optimizer) for item in self._states(unit, i)]
+        items = [item for place in updated.values() for item in self._states(*place)]
         self._layouts.append(self._layout(STATES, items, described_states(optimizer, step=step)))
 
     def submit(self) -> None:
@@ -299,26 +328,6 @@ class LibraryFiles:
                 _append(item, convert(values), files)
 
             saves.made([param.source for param in params], self._save, make)
-
-
-def held_by_library(model: nn.Module) -> Held:
-    """Where ``LibraryFiles.weights`` puts the tensors of a model. Those that it does not write are left out.
-
-    Raises:
-        ConfigError, UnsupportedError: As for ``save_pretrained``.
-    """
-    if saves_adapters(model):
-        adapters = (adapter_tensors(model) or {}).items()
-        stem = Path(ADAPTER_FILE).stem
-        return {id(p.tensor): (str(inside / stem), n) for inside, found in adapters for n, p in found.items()}
-    state = saved_state(model)
-    sources = [(name, group) for group in saving_groups(model, state) for _, name in group.sources]
-    return {id(state[name]): None if group.converter else ("model", group.target) for name, group in sources}
-
-
-def _is_needed(unit: Unit, name: str) -> bool:
-    """Whether several ranks save a tensor. Compact masters cannot be read without their weights."""
-    return is_state(name) or CODES in unit.ledger.state_specs
 
 
 def _weight(unit: Unit, index: int) -> _Param:

@@ -12,11 +12,10 @@ from torch import nn
 
 from outcore.checkpoint.library_files import REST, Held
 from outcore.checkpoint.shared_checkpoint import buffers_of
-from outcore.checkpoint.training_state import STATES, trained_params
+from outcore.checkpoint.training_state import STATES, params_by_name, saved_settings, trained_params
 from outcore.checkpoint.unit_files import as_shown, records
 from outcore.engine.engine import Engine
 from outcore.engine.optimizer import StreamedOptimizer
-from outcore.engine.unit.unit import Unit
 from outcore.engine.values.access import shown_states
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.model.quantized import FULL_CHECKSUM
@@ -26,10 +25,15 @@ from outcore.spec.manifest import Manifest, PartRecord, TensorRecord
 
 
 def manifest_maker(
-    optimizer: StreamedOptimizer, groups: list[dict[str, Any]], step: int, held: Held
+    optimizer: StreamedOptimizer, step: int, held: Held
 ) -> Callable[[Path, Mapping[str, Any]], Manifest]:
-    """Return a function that makes the manifest, for the state that training has now."""
+    """Return a function that makes the manifest, for the state that training has now. A collective.
+
+    Args: held: What ``SavedNames.held`` returned.
+    """
     engine = optimizer.engine
+    described = zip(group_names(optimizer), saved_settings(optimizer), strict=True)
+    groups = tuple({"params": names, **settings} for names, settings in described)
     tensors = {name: record for unit in engine.units for name, record in records(unit)}
     for name, buffer in buffers_of(engine).items():
         tensors[f"model.{name}"] = TensorRecord(str(buffer.dtype).removeprefix("torch."), tuple(buffer.shape), ())
@@ -49,7 +53,7 @@ def manifest_maker(
             parts = (PartRecord(opened[place[0]].file(place[1]), 0, math.prod(shape)),) if place else ()
             placed[name] = TensorRecord(dtype, shape, parts, name=place[1] if place else None)
         known = {"frozen": frozen, "full": full, "wrapped": wrapped, "steps": steps}
-        return Manifest(step=step, files=files, tensors={**in_units, **placed}, groups=tuple(groups), **known)
+        return Manifest(step=step, files=files, tensors={**in_units, **placed}, groups=groups, **known)
 
     return describe
 
@@ -57,7 +61,7 @@ def manifest_maker(
 def _places(optimizer: StreamedOptimizer, held: Held) -> dict[str, tuple[str, str] | None]:
     """Stem of the files and name in them of each tensor of the manifest, but for those in files of units.
 
-    None: it is converted. Args: held: What ``held_by_library`` returned.
+    None: it is converted. Args: held: What ``SavedNames.held`` returned.
     """
     at: dict[str, tuple[str, str] | None] = {}
     engine, updated = optimizer.engine, dict(trained_params(optimizer))
@@ -71,11 +75,6 @@ def _places(optimizer: StreamedOptimizer, held: Held) -> dict[str, tuple[str, st
         at.update({f"optimizer.{state}": (STATES if name in updated else REST, state) for state in states})
     at.update({f"model.{name}": held.get(id(buffer), (REST, name)) for name, buffer in buffers_of(engine).items()})
     return at
-
-
-def params_by_name(engine: Engine) -> dict[str, tuple[Unit, int]]:
-    """Unit and index of each trained parameter, by name."""
-    return {unit.spec.params[i].name: (unit, i) for unit in engine.units for i in range(unit.num_trainable)}
 
 
 def wrappings(model: nn.Module) -> dict[str, str]:

@@ -22,9 +22,9 @@ from typing import Any
 from torch import nn
 
 from outcore.checkpoint.begin_checkpoint import begun
-from outcore.checkpoint.find_checkpoints import found, found_in, prune
-from outcore.checkpoint.library_files import Held, LibraryFiles, held_by_library
-from outcore.checkpoint.run_manifest import frozen_samples, group_names, manifest_maker, params_by_name, wrappings
+from outcore.checkpoint.find_checkpoints import RANDOM_STATE, TRAINER_STATE, found, found_in, prune
+from outcore.checkpoint.library_files import LibraryFiles, SavedNames
+from outcore.checkpoint.run_manifest import frozen_samples, group_names, manifest_maker, wrappings
 from outcore.checkpoint.shared_checkpoint import (
     all_random_states,
     buffers_of,
@@ -34,7 +34,7 @@ from outcore.checkpoint.shared_checkpoint import (
     restore_random_states_of,
 )
 from outcore.checkpoint.small_state import encode, random_states, read_small, write_small
-from outcore.checkpoint.training_state import refuse_other_classes, saved_settings, take_settings, trained_params
+from outcore.checkpoint.training_state import params_by_name, refuse_other_classes, saved_settings, take_settings
 from outcore.checkpoint.unit_files import (
     OpenFile,
     as_shown,
@@ -121,11 +121,10 @@ def _begin_save(
         _refuse_unfit(engine, step, extra, keep)
         small: dict[str, Any] = {"extra": dict(extra), "random": random_states(engine.device)}
         encode(small["extra"], {})
-        described = zip(group_names(optimizer), saved_settings(optimizer), strict=True)
-        groups = [{"params": names, **settings} for names, settings in described]
+        saved_settings(optimizer)  # raises what JSON cannot hold
         for unit in engine.units:
             let_masters_follow(unit, engine.access)
-        held = _held(engine.model)
+        names = _names(engine.model)
         target = directory / f"step-{step:08d}"
         _refuse_to_replace(target)
         later = [path.name for number, path in found_in(directory) if number > step]
@@ -145,39 +144,25 @@ def _begin_save(
         if keep is not None:
             prune(directory, keep, newest=step)
 
-    describe = manifest_maker(optimizer, groups, step, held or {})
+    describe = manifest_maker(optimizer, step, names.held() if names else {})
     with begun(engine, target, lambda files: describe(unfinished.path, files), tidy_up) as (unfinished, save):
-        library = LibraryFiles(engine, unfinished, save, is_strict=False)
-        _write(library, unfinished.path, optimizer, small, held, step)
+        library = LibraryFiles(engine, unfinished, save, names or SavedNames(), is_strict=False)
+        is_first = world is None or world.rank == 0
+        if names is not None and (is_first or engine.has_cut_weights):
+            library.weights(unfinished.path)
+        if is_first:
+            write_small(unfinished.path, _STATE, small)
+        library.states(optimizer, step=step)
+        library.submit()
     return save
 
 
-def _held(model: nn.Module) -> Held | None:
-    """What ``held_by_library`` returns. None: the library does not save this model, so all that is trained is rest."""
+def _names(model: nn.Module) -> SavedNames | None:
+    """Names of the library's files. None: the library does not save this model, so all that is trained is rest."""
     try:
-        return held_by_library(model)
+        return SavedNames.of(model)
     except (ConfigError, UnsupportedError):
         return None
-
-
-def _write(
-    library: LibraryFiles, folder: Path, optimizer: StreamedOptimizer, small: Any, held: Held | None, step: int
-) -> None:
-    engine = optimizer.engine
-    world, known = engine.access.world, {} if held is None else held
-    is_first = world is None or world.rank == 0
-    if held is not None and (is_first or engine.has_cut_weights):
-        library.weights(folder)
-    params = params_by_name(engine)
-    unheld = {name: unit.params[i] for name, (unit, i) in params.items() if id(unit.params[i]) not in known}
-    buffers = {name: buffer for name, buffer in buffers_of(engine).items() if id(buffer) not in known}
-    if is_first:
-        write_small(folder, _STATE, small)
-        updated = dict(trained_params(optimizer))
-        others = [place for name, place in params.items() if name not in updated]
-        library.rest(*((buffers, ()) if world is not None else ({**unheld, **buffers}, others)))
-    library.states(optimizer, step=step, in_units={id(param) for param in unheld.values()})
-    library.submit()
 
 
 def _refuse_to_replace(target: Path) -> None:
@@ -198,6 +183,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Restore what ``save_checkpoint`` saved, under any plan: weights, states, settings, random generators.
 
+    A ``checkpoint-N`` of a Trainer with ``OutcoreMixin``, or of ``outcore train``, is taken, too. Its schedule and its
+    place in the data are for a Trainer.
+
     With several ranks this is a collective. Their number may differ from that of the run that saved.
 
     Args:
@@ -208,7 +196,7 @@ def load_checkpoint(
         verify: Read everything first, and compare it with the checksums. False: compare sizes only.
 
     Returns:
-        ``extra`` as it was saved, with ``step`` added.
+        ``extra`` as it was saved, with ``step`` added. A Trainer's has none.
 
     Raises:
         ConfigError: No whole checkpoint is there, or it is of another model, optimizer or precision. Nothing was
@@ -239,6 +227,12 @@ class Resumed:
         holding = ExitStack()
         self._let_go = weakref.finalize(self, holding.close)
         self._path, self._manifest = holding.enter_context(found(Path(directory), step=step, check=verify))
+        if not self.names:
+            raise ConfigError(
+                f"checkpoint '{self._path}': expected the whole state of a run, but this Trainer's has no states "
+                "(save_only_model), or is of an earlier version; give it to resume_from_checkpoint, or begin anew from "
+                "its weights: from_pretrained reads them as they are"
+            )
 
     @property
     def names(self) -> set[str]:
@@ -280,7 +274,11 @@ class Resumed:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        small = read_small(path, _STATE)
+        if (path / TRAINER_STATE).is_file():
+            small = read_small(path, RANDOM_STATE)
+            small |= {"extra": {}, "random": small}
+        else:
+            small = read_small(path, _STATE)
         ranks = small.get("ranks", [small["random"]])
         return {"extra": dict(small["extra"]), "ranks": ranks, "buffers": small.get("buffers", [{}] * len(ranks))}
     except (ValueError, KeyError, TypeError, RecursionError) as error:

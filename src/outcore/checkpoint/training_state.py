@@ -24,7 +24,7 @@ from outcore.checkpoint.unit_files import as_shown, differences, files_in, is_st
 from outcore.checkpoint.weights.conversions import is_adapter_model, places
 from outcore.checkpoint.weights.load_plan import plan_loading
 from outcore.core.errors import ConfigError, UnsupportedError
-from outcore.engine.engine import engine_of
+from outcore.engine.engine import Engine, engine_of
 from outcore.engine.optimizer import StreamedOptimizer, class_names
 from outcore.engine.unit.unit import Unit
 from outcore.engine.values.access import shown_states
@@ -77,21 +77,18 @@ def _saved_states(directory: str | Path) -> Manifest:
 
 
 def described_states(optimizer: StreamedOptimizer, *, step: int | None = None) -> dict[str, str]:
-    """Metadata of the files. Args: step: Step of the whole run. Raises: As ``plain_settings``."""
-    described = plain_settings(optimizer)
+    """Metadata of the files. Args: step: Step of the whole run. Raises: As ``saved_settings``."""
+    steps = {name: unit.steps[i] for name, (unit, i) in trained_params(optimizer)}
+    described = {"steps": steps, "groups": saved_settings(optimizer)}
     return {_KEY: json.dumps(described if step is None else {**described, "step": step})}
 
 
-def plain_settings(optimizer: StreamedOptimizer) -> dict[str, Any]:
-    """Steps and settings of param groups. Raises: UnsupportedError: JSON cannot hold a setting of a param group."""
-    return {
-        "steps": {name: unit.steps[i] for name, (unit, i) in trained_params(optimizer)},
-        "groups": saved_settings(optimizer),
-    }
-
-
 def saved_settings(optimizer: StreamedOptimizer) -> list[dict[str, Any]]:
-    """Settings of each param group, and the class of its optimizer. Raises: As ``plain_settings``."""
+    """Settings of each param group, and the class of its optimizer.
+
+    Raises:
+        UnsupportedError: JSON cannot hold a setting of a param group.
+    """
     return [
         {**{k: _plain(k, v) for k, v in group.items() if k != "params"}, OPTIMIZER_CLASS: name}
         for group, name in zip(optimizer.param_groups, class_names(optimizer), strict=True)
@@ -247,6 +244,11 @@ def trained_params(optimizer: StreamedOptimizer) -> Iterator[tuple[str, tuple[Un
         unit, i = optimizer.engine.places[id(param)]
         if i < unit.num_trainable:
             yield unit.spec.params[i].name, (unit, i)
+
+
+def params_by_name(engine: Engine) -> dict[str, tuple[Unit, int]]:
+    """Unit and index of each trained parameter, by name."""
+    return {unit.spec.params[i].name: (unit, i) for unit in engine.units for i in range(unit.num_trainable)}
 
 
 def _refuse_others(path: Path, manifest: Manifest, trained: Mapping[str, tuple[Unit, int]]) -> None:

@@ -17,14 +17,14 @@ import torch
 from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from outcore.checkpoint.find_checkpoints import newest_whole
+from outcore.checkpoint.find_checkpoints import RANDOM_STATE, newest_whole
 from outcore.checkpoint.small_state import read_small, write_small
 from outcore.checkpoint.training_state import has_states, step_of_states
 from outcore.core.errors import ConfigError
 from outcore.memory.files.checkpoint_folder import read_manifest, remove
 from outcore.spec.manifest import MANIFEST_NAME
 
-RANDOM_STATE, _SCHEDULE = "rng_state", "scheduler"  # stems of files
+_SCHEDULE = "scheduler"  # stem of files
 _PLAIN_RANDOM_STATE = "rng_state.pth"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _checked: set[tuple[str, int, int]] = set()

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 
+from outcore.checkpoint.find_checkpoints import RANDOM_STATE
 from outcore.checkpoint.shared_checkpoint import all_random_states, restore_odd_buffers, restore_random_states_of
 from outcore.checkpoint.small_state import read_small, write_small
 from outcore.checkpoint.training_state import check_adapters, has_states, load_states, load_weights
@@ -29,13 +30,7 @@ from outcore.checkpoint.weights.small_files import Writers
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.engine.checkpoint_saves import Save
 from outcore.engine.engine import attachment_of, engine_of
-from outcore.integrations.checkpoints import (
-    RANDOM_STATE,
-    newest_to_resume,
-    refuse_incomplete,
-    save_schedule,
-    saved_schedule,
-)
+from outcore.integrations.checkpoints import newest_to_resume, refuse_incomplete, save_schedule, saved_schedule
 from outcore.integrations.trainer_saves import TrainerSaves
 from outcore.memory.files.locked_folder import held
 from outcore.memory.files.weights_file import WeightsDirectory

@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from outcore.checkpoint.begin_checkpoint import begun
 from outcore.checkpoint.library_files import LibraryFiles
+from outcore.checkpoint.run_manifest import manifest_maker
 from outcore.checkpoint.shared_checkpoint import all_random_states, odd_buffers
 from outcore.checkpoint.small_state import random_states
 from outcore.engine.checkpoint_saves import EditedError, Save
@@ -86,8 +87,7 @@ class TrainerSaves:
             DiskError: The checkpoint cannot be begun, or the previous one has failed. Older ones are untouched.
         """
         self.settle(is_last=False)
-        begun_s = time.monotonic()
-        trainer, state = self._trainer, self._trainer.state
+        trainer, state, begun_s = self._trainer, self._trainer.state, time.monotonic()
         self._hear_of_on_save()
         engine, step, before = trainer.optimizer.engine, state.global_step, state.best_model_checkpoint
         world = engine.access.world
@@ -106,16 +106,17 @@ class TrainerSaves:
 
         def describe(files: Mapping[str, tuple[ChecksummedBlock, ...]]) -> Manifest:
             self.before_commit()
-            return Manifest(step=step, files=files, **library.described)
+            return Manifest(step=step, files=files) if make is None else make(unfinished.path, files)
 
         try:
             with begun(engine, at / target.name, describe, tidy_up) as (unfinished, save):
                 self.aside = unfinished.path
-                self._files = library = LibraryFiles(engine, unfinished, save)
                 self._inner = inner = unfinished.path / target.name
                 with agreed(world, "checkpoint"):
+                    self._files = library = LibraryFiles(engine, unfinished, save)
                     write()
                     library.submit()
+                make = manifest_maker(trainer.optimizer, step, library.held) if library.has_states else None
                 best = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
                 is_found = best == target or best.is_dir()  # the Trainer looked for it in the hidden folder
                 if is_found:
