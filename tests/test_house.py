@@ -56,7 +56,7 @@ ROOM_LINES = {
     "preparation": 1_032,
     "probe": 1_573,
     "ranks": 805,
-    "spec": 2_415,
+    "spec": 2_411,
 }
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # Entry points of the package; the command and the integrations are imported on demand.

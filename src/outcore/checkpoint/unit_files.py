@@ -123,7 +123,7 @@ def records(unit: Unit) -> Iterator[tuple[str, TensorRecord]]:
     """Yield what the manifest says of a unit's tensors, whichever rank saves them."""
     spec = unit.spec
     for i, param in enumerate(spec.params[: unit.num_trainable]):
-        owned = [spec.owned(rank)[i] for rank in range(spec.num_ranks)]
+        owned = [spec.held(rank, i) for rank in range(spec.num_ranks)]
         yield f"model.{param.name}", _record(unit, param, param.dtype, owned)
         for state in own_states(unit, i):
             owned = [state.owned(spec, i, rank) for rank in range(spec.num_ranks)]

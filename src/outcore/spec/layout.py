@@ -329,7 +329,7 @@ def _owned(spec: UnitSpec, index: int, form: StateForm | None, rank: int) -> tup
 
     If a parameter has no elements, rank 0 has the states whose shape is not the parameter's.
     """
-    first, numel = spec.owned(rank)[index]
+    first, numel = spec.held(rank, index)
     if form is None:
         return 0, 0
     if form.shape is None or form.shared_by > 1:

@@ -282,19 +282,15 @@ class UnitSpec:
 
     def owned(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return first element and number of elements in the run of a rank, of every trainable parameter."""
-        return self.held(rank)[: len(self.trainable)]
+        return tuple(self.held(rank, i) for i in range(len(self.trainable)))
 
-    def held(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Return first element and number of elements in the runs of a rank, of every parameter."""
-        found = []
-        for i, part in enumerate(self.weight_parts):
-            begin, run = (
-                (0, self.run_bytes) if i < len(self.trainable) else (self.trainable_bytes, self.frozen_run_bytes)
-            )
-            size, start = DTYPE_BYTES[part.dtype], begin + rank * run
-            first, stop = (min(max(at - part.offset, 0), part.nbytes) // size for at in (start, start + run))
-            found.append((first, stop - first))
-        return tuple(found)
+    def held(self, rank: int, index: int) -> tuple[int, int]:
+        """Return first element and number of elements in the runs of a rank, of one parameter."""
+        is_frozen, part = index >= len(self.trainable), self.weight_parts[index]
+        begin, run = (self.trainable_bytes, self.frozen_run_bytes) if is_frozen else (0, self.run_bytes)
+        size, start = DTYPE_BYTES[part.dtype], begin + rank * run
+        first, stop = (min(max(at - part.offset, 0), part.nbytes) // size for at in (start, start + run))
+        return first, stop - first
 
     @cached_property
     def own_parts(self) -> tuple[Part, ...]:

@@ -99,7 +99,7 @@ def _take(values: torch.Tensor, factors: Sequence[torch.Tensor], room: torch.Ten
 def _blocks(gradients: UnitGradients, handle: GradHandle, rank: int) -> tuple[int, int, int]:
     """Return the first block of a rank, the one behind its last, and how many blocks the parameter has."""
     spec = gradients.unit.spec
-    first, numel = spec.owned(rank)[handle.index]
+    first, numel = spec.held(rank, handle.index)
     start = first // CUT_NUMEL
     return start, start + num_blocks(numel), num_blocks(spec.params[handle.index].numel)
 

@@ -302,7 +302,7 @@ class UnitGradients:
             value = value * factor
         if homes.world is None or handle.is_zero:
             return value
-        numels = [unit.spec.owned(rank)[i][1] for rank in range(unit.spec.num_ranks)]
+        numels = [unit.spec.held(rank, i)[1] for rank in range(unit.spec.num_ranks)]
         return homes.world.gather_parts(value, numels, f"read the gradient of '{handle.param_name}'").to(device)
 
     def all_stored(self) -> list[torch.Tensor]:

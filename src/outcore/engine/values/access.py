@@ -112,7 +112,7 @@ class ValueAccess:
             raise AssertionError("weights are cut over one rank")
         size, pieces = DTYPE_BYTES[part.dtype], []
         for rank in range(unit.spec.num_ranks):
-            first, numel = unit.spec.held(rank)[index]
+            first, numel = unit.spec.held(rank, index)
             begin = max(first * size, start)
             pieces.append((begin, max(min((first + numel) * size, stop) - begin, 0)))
         begin, nbytes = pieces[unit.spec.rank]
