@@ -16,15 +16,15 @@ from outcore.checkpoint.save_and_load import Resumed
 from outcore.checkpoint.weights.export import save_model, stream_tensors
 from outcore.checkpoint.weights.model_values import FirstValues, Origin, give_back, origins_of, take_weights
 from outcore.core.errors import ConfigError, OutcoreError
-from outcore.device.faults import Faults
+from outcore.device.faults import NO_FAULTS, Faults
 from outcore.device.opening import open_device
 from outcore.device.race import RaceChecker
 from outcore.device.threads import close_at_exit
-from outcore.engine.attached import switch_off_checkpointing
 from outcore.engine.checkpoint_saves import last_save
 from outcore.engine.engine import Engine, Promises, attachment_of, engine_of
 from outcore.engine.gather import gathered_units
 from outcore.engine.module.compiling import Compiling
+from outcore.engine.opened import switch_off_checkpointing
 from outcore.engine.optimizer import StreamedOptimizer
 from outcore.engine.unit.unit import Unit
 from outcore.optim.joined import as_one
@@ -169,7 +169,7 @@ def prepare_in_loop(
     trained = trained_in(model)
     try:
         with joined(options) as (world, own):
-            prepared = _prepare_rank(world, model, optimizer, own, faults or Faults(), race_checker)
+            prepared = _prepare_rank(world, model, optimizer, own, faults or NO_FAULTS, race_checker)
     except BaseException:
         thaw(trained)
         raise

@@ -18,7 +18,7 @@ from outcore.checkpoint.find_checkpoints import found
 from outcore.checkpoint.training_state import described_states, trained_params
 from outcore.engine.unit.views import torch_dtype
 from outcore.engine.values.access import shown_states
-from outcore.engine.values.edits import let_masters_follow
+from outcore.engine.values.parameter_values import let_masters_follow
 from outcore.memory.files.weights_file import write_safetensors
 from outcore.spec.manifest import Manifest
 from outcore.spec.plan import Plan

@@ -16,7 +16,7 @@ import outcore
 from outcore.core.errors import RaceError
 from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
-from outcore.engine.updates import early_updates as early
+from outcore.engine.updates import streamed as early
 from outcore.memory.files.weights_file import WeightsDirectory
 
 from . import small

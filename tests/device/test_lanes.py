@@ -186,7 +186,7 @@ def test_close_ends_the_running_operation_and_fails_the_queued_ones():
 
 
 def test_close_reports_an_operation_that_does_not_end(monkeypatch):
-    monkeypatch.setattr("outcore.device.lane_threads.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("outcore.device.threads.CLOSE_TIMEOUT_S", 0.05)
     device = open_device("cpu")
     begun, release = threading.Event(), threading.Event()
     stuck = device.submit(Lane.DISK_WRITE, "stuck", lambda: (begun.set(), release.wait()))

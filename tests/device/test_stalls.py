@@ -16,9 +16,9 @@ BOUND_S = 0.1
 
 @pytest.fixture(autouse=True)
 def bounds(monkeypatch):
-    monkeypatch.setattr("outcore.device.lane_threads.STALL_TIMEOUT_S", BOUND_S)
-    monkeypatch.setattr("outcore.device.lane_threads.CLOSE_TIMEOUT_S", BOUND_S)
-    monkeypatch.setattr("outcore.device.lane_threads._END_TIMEOUT_S", BOUND_S)
+    monkeypatch.setattr("outcore.device.threads.STALL_TIMEOUT_S", BOUND_S)
+    monkeypatch.setattr("outcore.device.threads.CLOSE_TIMEOUT_S", BOUND_S)
+    monkeypatch.setattr("outcore.device.threads._END_TIMEOUT_S", BOUND_S)
 
 
 class Stuck:

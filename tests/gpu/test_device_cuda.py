@@ -264,7 +264,7 @@ def test_a_forked_child_destroys_no_event(device):
 
 
 def test_a_copy_that_is_not_given_to_the_device_is_noticed(monkeypatch):
-    monkeypatch.setattr("outcore.device.lane_threads.STALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("outcore.device.threads.STALL_TIMEOUT_S", 0.1)
     release = threading.Event()
     with open_device("cuda") as device:
         handle = device.submit(Lane.H2D, "fetch layers.3", lambda: release.wait(30))
@@ -274,7 +274,7 @@ def test_a_copy_that_is_not_given_to_the_device_is_noticed(monkeypatch):
 
 
 def test_long_work_of_the_device_is_no_stall(monkeypatch):
-    monkeypatch.setattr("outcore.device.lane_threads.STALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("outcore.device.threads.STALL_TIMEOUT_S", 0.05)
     with open_device("cuda") as device:
         handles = [device.submit(Lane.STATES_H2D, f"states {i}", lambda: torch.cuda._sleep(CYCLES)) for i in range(2)]
         device.synchronize()

@@ -36,8 +36,8 @@ def _everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small activations leave, too, and make early updates whatever the rates."""
     monkeypatch.setattr(away, "SMALL_BYTES", 64)
     monkeypatch.setattr(dear, "DEAR_FLOP_PER_BYTE", 1)
-    monkeypatch.setattr("outcore.engine.updates.early_updates._EarlyAttempt.is_due", lambda _: True)
-    monkeypatch.setattr("outcore.engine.updates.early_updates._EarlyAttempt.settle", lambda _: True)
+    monkeypatch.setattr("outcore.engine.updates.streamed._EarlyAttempt.is_due", lambda _: True)
+    monkeypatch.setattr("outcore.engine.updates.streamed._EarlyAttempt.settle", lambda _: True)
 
 
 def five() -> Tower:

@@ -27,9 +27,9 @@ BOUND_S = 0.2
 
 @pytest.fixture(autouse=True)
 def bounds(monkeypatch):
-    monkeypatch.setattr("outcore.device.lane_threads.STALL_TIMEOUT_S", BOUND_S)
-    monkeypatch.setattr("outcore.device.lane_threads.CLOSE_TIMEOUT_S", BOUND_S)
-    monkeypatch.setattr("outcore.device.lane_threads._END_TIMEOUT_S", BOUND_S)
+    monkeypatch.setattr("outcore.device.threads.STALL_TIMEOUT_S", BOUND_S)
+    monkeypatch.setattr("outcore.device.threads.CLOSE_TIMEOUT_S", BOUND_S)
+    monkeypatch.setattr("outcore.device.threads._END_TIMEOUT_S", BOUND_S)
     monkeypatch.setattr("outcore.engine.updates.workers.CLOSE_TIMEOUT_S", BOUND_S)
     monkeypatch.setattr("outcore.memory.disk._CLOSE_TIMEOUT_S", BOUND_S)
     monkeypatch.setattr("outcore.memory.piece_pool._LAST_PIECES_TIMEOUT_S", BOUND_S)
@@ -209,10 +209,10 @@ import sys, threading
 import torch
 from torch import nn
 import outcore
-import outcore.device.lane_threads as lane_threads
+import outcore.device.threads as threads
 import outcore.engine.updates.workers as workers
 
-lane_threads.CLOSE_TIMEOUT_S = 1000  # so long would one Ctrl-C take
+threads.CLOSE_TIMEOUT_S = 1000  # so long would one Ctrl-C take
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
 optimizer = torch.optim.AdamW(model.parameters())

@@ -12,7 +12,7 @@ from plans import forced, prepare_for_test
 import outcore
 from outcore.device.race import RaceChecker
 from outcore.engine.activations import offloaded_call as away
-from outcore.engine.values.edits import let_masters_follow
+from outcore.engine.values.parameter_values import let_masters_follow
 from outcore.memory.disk_file import OsDiskIO
 from outcore.order.attempts import Attempts
 from outcore.planner.homes.pools import Comfort
@@ -93,8 +93,8 @@ def test_one_error_at_any_stage_is_said_and_training_never_goes_on(setting, name
     with special(setting, tmp_path) as (model, optimizer):
         if setting.endswith("early"):  # make every attempt, whatever the rates
             monkeypatch.setattr("outcore.order.attempts.Attempts.wants_next", lambda _: True)
-            monkeypatch.setattr("outcore.engine.updates.early_updates._EarlyAttempt.is_due", lambda _: True)
-            monkeypatch.setattr("outcore.engine.updates.early_updates._EarlyAttempt.settle", lambda _: True)
+            monkeypatch.setattr("outcore.engine.updates.streamed._EarlyAttempt.is_due", lambda _: True)
+            monkeypatch.setattr("outcore.engine.updates.streamed._EarlyAttempt.settle", lambda _: True)
         hit = fail_once(monkeypatch, optimizer, name, ZeroDivisionError("injected"))
 
         def go_on():

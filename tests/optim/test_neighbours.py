@@ -13,7 +13,7 @@ from torch import nn
 import outcore
 from outcore.engine.updates.workers import UpdateWorkers
 from outcore.optim.blocks import update_blocks
-from outcore.optim.neighbours import join_neighbours
+from outcore.optim.piece import join_neighbours
 
 from .update_cases import OPTIMIZERS, Blocked, PlainLoop, assert_same_bits, random
 

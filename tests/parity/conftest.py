@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outcore.engine.updates.early_updates import EarlyUpdates, _EarlyAttempt
+from outcore.engine.updates.streamed import EarlyUpdates, _EarlyAttempt
 
 
 @pytest.fixture

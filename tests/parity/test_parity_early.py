@@ -15,7 +15,7 @@ from torch import nn
 
 from outcore.device.faults import Faults
 from outcore.engine.unit.unit import Unit
-from outcore.engine.updates.early_updates import EarlyUpdates, _EarlyAttempt
+from outcore.engine.updates.streamed import EarlyUpdates, _EarlyAttempt
 
 from . import zoo
 from .cases import Case, run, run_checked

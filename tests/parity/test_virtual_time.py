@@ -28,7 +28,7 @@ from outcore.device.faults import Faults
 from outcore.device.race import RaceChecker
 from outcore.engine.rows.row_independence import RowIndependence
 from outcore.engine.unit.live_port import Traffic
-from outcore.engine.updates.early_updates import EarlyUpdates, _EarlyAttempt
+from outcore.engine.updates.streamed import EarlyUpdates, _EarlyAttempt
 from outcore.memory.arena import Region
 from outcore.model import expensive_operations as dear
 from outcore.model.partition import partition

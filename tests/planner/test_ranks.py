@@ -10,7 +10,7 @@ import pytest
 
 from outcore.core.errors import PlanInfeasibleError
 from outcore.model.partition import Partition
-from outcore.order.turns import Turns
+from outcore.order.gradients import Turns
 from outcore.planner.homes.pools import pools_for
 from outcore.planner.paper.paper_schedule import schedule
 from outcore.planner.timing.known_hardware import BUSES, HOSTS, LINKS, known_hardware

@@ -37,7 +37,7 @@ POINTS = {
     "backward": "outcore.engine.gradients.passes:BackwardGradients.deposit",
     "exchange": "outcore.ranks.world:World.exchange",
     "addition": "outcore.engine.gradients.rank_exchange:add_works",
-    "norm": "outcore.engine.gradients.rank_norms:RankNorms._take_all",
+    "norm": "outcore.engine.gradients.rank_exchange:RankNorms._take_all",
     "step": "outcore.engine.engine:Engine.step",
     "update": "outcore.engine.updates.unit_update:run_on",
     "gather": "outcore.ranks.world:World.gather",
@@ -53,7 +53,7 @@ IN_PREPARE = {
     "homes": "outcore.engine.opened:Tiers",
     "states": "outcore.api:FirstValues.take_over",
     "first value": "outcore.ranks.world:World.copy_first",
-    "hooks": "outcore.engine.attached:Attached.take_calls",
+    "hooks": "outcore.engine.opened:Attached.take_calls",
 }
 """Places in ``prepare`` where a rank fails."""
 NUM_SAVED_WRITES = 8

@@ -17,7 +17,7 @@ from loop.rig import LENGTH, VOCAB, adamw, assert_same, make, prepared, seen
 from torch.nn.utils import clip_grad_norm_
 
 import outcore
-from outcore.device import lane_threads
+from outcore.device import threads
 
 pytestmark = pytest.mark.gpu
 STALLS = ("h2d_stall_s", "d2h_stall_s")
@@ -87,8 +87,8 @@ def test_an_interrupt_comes_through_a_stalled_copy(kind, knob, tmp_path):
 
 def test_what_a_copy_reads_or_writes_is_not_given_back_before_it_is_over(tmp_path, monkeypatch):
     """Not even if lanes do not end in time: the update's thread waits for its gradients."""
-    monkeypatch.setattr(lane_threads, "CLOSE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(lane_threads, "_END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(threads, "_END_TIMEOUT_S", 0.1)
     model = make()
     with prepared(model, adamw(model), "host", tmp_path, depth=3) as (model, optimizer):
         take_steps(model, optimizer, 0, 1)
@@ -106,14 +106,14 @@ def test_what_a_copy_reads_or_writes_is_not_given_back_before_it_is_over(tmp_pat
                 have_gone_on.append(True)
                 simulator.set_knobs(d2h_stall_s=0)
 
-            timer, give_up = threading.Timer(1.0, go_on), lane_threads._give_up
+            timer, give_up = threading.Timer(1.0, go_on), threads._give_up
 
             def give_up_and_go_on(operation: Any, reason: str) -> Any:
                 if not timer.ident:
                     timer.start()
                 return give_up(operation, reason)
 
-            monkeypatch.setattr(lane_threads, "_give_up", give_up_and_go_on)
+            monkeypatch.setattr(threads, "_give_up", give_up_and_go_on)
             with pytest.warns(RuntimeWarning, match="expected all lanes to end within"):
                 outcore.close(model, keep_weights=False)
             assert have_gone_on

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import outcore
-from outcore.engine import attached
+from outcore.engine import opened
 from outcore.engine.values.parameter_values import ParameterValues
 from outcore.memory.host import resident_bytes
 
@@ -143,13 +143,13 @@ def test_a_closed_model_can_be_collected(tmp_path: Path) -> None:
 
 def watch(monkeypatch: pytest.MonkeyPatch, after: Callable[[int], object]) -> None:
     """Call ``after`` with the number of units moved in so far, before each of them becomes absent."""
-    fill, count = attached.fill_unit, itertools.count(1)
+    fill, count = opened.fill_unit, itertools.count(1)
 
     def filled(*args: Any) -> None:
         fill(*args)
         after(next(count))
 
-    monkeypatch.setattr(attached, "fill_unit", filled)
+    monkeypatch.setattr(opened, "fill_unit", filled)
 
 
 def test_model_and_arenas_never_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from outcore.checkpoint.begin_checkpoint import refuse_full
 from outcore.checkpoint.shared_checkpoint import buffers_of
 from outcore.checkpoint.training_state import STATES, described_states, params_by_name, trained_params
 from outcore.checkpoint.unit_files import Section, sections, state_sections, write_units
-from outcore.checkpoint.weights.conversions import Group, saving_groups
+from outcore.checkpoint.weights.conversions import Group, StatePlace, saving_groups
 from outcore.checkpoint.weights.export import (
     ADAPTER_FILE,
     adapter_tensors,
@@ -39,7 +39,6 @@ from outcore.checkpoint.weights.export import (
     saves_adapters,
     without_bytes,
 )
-from outcore.checkpoint.weights.state_names import StatePlace
 from outcore.core.quantities import align_up
 from outcore.engine.checkpoint_saves import Read, Save, Source, append_bytes
 from outcore.engine.engine import Engine
@@ -47,7 +46,7 @@ from outcore.engine.optimizer import StreamedOptimizer
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import flat, shaped, torch_dtype
 from outcore.engine.values.access import shown_states
-from outcore.engine.values.edits import let_masters_follow
+from outcore.engine.values.parameter_values import let_masters_follow
 from outcore.memory.files.checkpoint_file import CheckpointFile, PartOfCheckpoint
 from outcore.memory.files.checkpoint_folder import write_new
 from outcore.memory.files.weights_file import refuse_layout

@@ -52,7 +52,7 @@ from outcore.engine.checkpoint_saves import Save
 from outcore.engine.engine import Engine, engine_of
 from outcore.engine.optimizer import StreamedOptimizer
 from outcore.engine.unit.unit import Beneath
-from outcore.engine.values.edits import let_masters_follow, take_edits
+from outcore.engine.values.parameter_values import let_masters_follow, take_edits
 from outcore.ranks.agreement import agree, agreed
 from outcore.spec.manifest import MANIFEST_NAME, Manifest
 

@@ -28,7 +28,7 @@ from outcore.engine.engine import Engine, engine_of
 from outcore.engine.optimizer import StreamedOptimizer, class_names
 from outcore.engine.unit.unit import Unit
 from outcore.engine.values.access import shown_states
-from outcore.engine.values.edits import let_masters_follow, take_edits
+from outcore.engine.values.parameter_values import let_masters_follow, take_edits
 from outcore.memory.files.checkpoint_folder import read_manifest
 from outcore.memory.files.weights_file import WeightsDirectory
 from outcore.spec.manifest import MANIFEST_NAME, Manifest, PartRecord, TensorRecord

@@ -19,7 +19,6 @@ from outcore.core.errors import LaneError
 from outcore.device.device_memory import DeviceMemory
 from outcore.device.faults import POISON, Delays, Faults, PermutedLanes
 from outcore.device.interrupts import InterruptsInBackward
-from outcore.device.lane_threads import ThreadedLanes
 from outcore.device.lanes import (
     After,
     Clock,
@@ -35,6 +34,7 @@ from outcore.device.lanes import (
 )
 from outcore.device.race import RaceChecker
 from outcore.device.recorder import Recorder
+from outcore.device.threads import ThreadedLanes
 from outcore.memory.arena import Buffer, Region
 from outcore.spec.lane_names import RANK_LANES, Lane
 from outcore.spec.timeline import COMPUTE, HOST

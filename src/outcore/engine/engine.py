@@ -16,28 +16,25 @@ from torch import nn
 from outcore.core.errors import ConfigError, OutcoreError, UnsupportedError
 from outcore.device.device import Device
 from outcore.engine.activations.room import ActivationRoom, SharedArguments
-from outcore.engine.attached import Attached, Values
 from outcore.engine.gradients.homes import GradientHomes
 from outcore.engine.gradients.passes import BackwardGradients
 from outcore.engine.module.call import SharedByCalls
 from outcore.engine.module.compiling import Compiling
 from outcore.engine.module_guard import ModuleGuard
-from outcore.engine.opened import Opened
+from outcore.engine.opened import Attached, Opened, Values
 from outcore.engine.recompute.checks import PendingComparisons
 from outcore.engine.streamed_weights import StreamedWeights
-from outcore.engine.unit.one_process import refuse_process_group
-from outcore.engine.unit.recovery import Recovery
+from outcore.engine.unit.live_port import Recovery
 from outcore.engine.unit.unit import Beneath, Unit
-from outcore.engine.updates.early_updates import EarlyUpdates
 from outcore.engine.updates.plain import PlainUpdates
-from outcore.engine.updates.streamed import StreamedUpdates
+from outcore.engine.updates.streamed import EarlyUpdates, StreamedUpdates
 from outcore.engine.updates.unit_update import Numbers, RuleSettings
 from outcore.engine.values.access import ValueAccess
 from outcore.engine.values.parameter_values import ParameterValues
 from outcore.model.partition import Partition
 from outcore.optim.rules import UpdateRule
 from outcore.optim.sums import RunAll, run_here
-from outcore.ranks.world import World
+from outcore.ranks.world import World, refuse_process_group
 from outcore.spec.plan import Plan
 
 

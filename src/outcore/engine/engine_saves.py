@@ -18,8 +18,7 @@ from outcore.device.device import Device
 from outcore.device.device_copies import DeviceChecksum, DeviceCopies
 from outcore.device.lanes import Handle
 from outcore.engine.checkpoint_saves import EditedError, Read, Save, Source, Spans, Writer, append_bytes
-from outcore.engine.unit.live_port import LivePort
-from outcore.engine.unit.tiers import Tiers
+from outcore.engine.unit.live_port import LivePort, Tiers
 from outcore.memory.arena import Buffer
 from outcore.memory.disk import Extent
 from outcore.order.ledger import ByteSpan, Home, Ledger

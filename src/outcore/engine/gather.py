@@ -13,7 +13,7 @@ from outcore.engine.streamed_weights import StreamedWeights
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.engine.unit.views import torch_dtype
 from outcore.engine.values.access import ValueAccess
-from outcore.engine.values.edits import refuse_other_form, refuse_other_strides, same_bytes, take_edits
+from outcore.engine.values.parameter_values import refuse_other_form, refuse_other_strides, same_bytes, take_edits
 from outcore.torch_private import is_packing
 
 

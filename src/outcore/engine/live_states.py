@@ -11,13 +11,12 @@ import torch
 
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.engine.gradients.on_demand import DistantTensor
-from outcore.engine.unit.recovery import Recovery
+from outcore.engine.unit.live_port import Recovery
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import torch_dtype
 from outcore.engine.updates.unit_update import RuleSettings
 from outcore.engine.values.access import shown_states
-from outcore.engine.values.edits import let_masters_follow
-from outcore.engine.values.parameter_values import ParameterValues
+from outcore.engine.values.parameter_values import ParameterValues, let_masters_follow
 from outcore.optim.rules import RuleKind
 
 

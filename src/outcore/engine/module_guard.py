@@ -25,13 +25,12 @@ from outcore.core.errors import UnsupportedError
 from outcore.core.strides import row_major
 from outcore.engine.streamed_weights import StreamedWeights
 from outcore.engine.unit.absent import unfreezing_refusal
-from outcore.engine.unit.one_process import RefuseReplicas, refuse_process_group, refuse_wrapped
-from outcore.engine.unit.recovery import Recovery
+from outcore.engine.unit.live_port import Recovery
 from outcore.engine.unit.unit import Beneath, Unit
-from outcore.engine.values.edits import same_bytes
-from outcore.engine.values.parameter_values import ParameterValues
+from outcore.engine.values.parameter_values import ParameterValues, same_bytes
 from outcore.model.quantized import TensorLocation, is_quantized, places_of
 from outcore.model.wrapped import Wrapping, is_wrapped, tensors_in
+from outcore.ranks.world import RefuseReplicas, refuse_process_group, refuse_wrapped
 from outcore.torch_private import as_it_is, subclassed
 
 

@@ -19,7 +19,7 @@ from outcore.core.quantities import format_bytes
 from outcore.device.lanes import Handle
 from outcore.device.recorder import Recorder
 from outcore.engine.saved_weights import SavedWeights
-from outcore.engine.unit.recovery import Recovery
+from outcore.engine.unit.live_port import Recovery
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.order.activations import ActivationOrder
 from outcore.order.weight_cache import (

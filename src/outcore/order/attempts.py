@@ -22,8 +22,7 @@ from typing import Generic, Protocol
 
 from outcore.order.ledger import ByteSpan, H, Ledger
 from outcore.order.port import Port, Work, WorkFunction
-from outcore.order.slots import Pools
-from outcore.order.supply import Supply
+from outcore.order.slots import Pools, Supply
 from outcore.spec.lane_names import Lane
 
 _BEHIND = 2

@@ -10,15 +10,42 @@ all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
 
 from outcore.order.ledger import After, ByteSpan, Dependency, H, Ledger, TakenSlot
 from outcore.order.port import Port, Work, WorkFunction
-from outcore.order.slots import Pools, SlotPool
-from outcore.order.supply import Supply
+from outcore.order.slots import Pools, SlotPool, Supply
 from outcore.spec.lane_names import Lane
 from outcore.spec.layout import sums_on_device
+
+U = TypeVar("U", bound=Hashable)
+
+
+class Turns(Generic[U]):
+    """Turns of units, in one backward pass after another."""
+
+    def __init__(self, units: Iterable[U]) -> None:
+        """Args: units: All trained units in module order. The root, complete only when a pass is over, comes first."""
+        self.order = tuple(units)[::-1]  # the order of backward
+        self._places = {unit: i for i, unit in enumerate(self.order)}
+        self._next = 0
+        self._ready: set[int] = set()
+
+    def come(self, unit: U) -> Iterator[U]:
+        """Note that all gradients of a unit are there. Yields the units whose turn it is now, if any."""
+        self._ready.add(self._places[unit])
+        while self._next in self._ready:
+            self._next += 1
+            yield self.order[self._next - 1]
+
+    def rest(self) -> Iterator[U]:
+        """End the pass. Yields the units that had no turn in it."""
+        while self._next < len(self.order):
+            self._next += 1
+            yield self.order[self._next - 1]
+        self._next = 0
+        self._ready.clear()
 
 
 class GradientWork(Protocol):

@@ -9,8 +9,7 @@ from outcore.order.attempts import OutOfPlaceUpdates
 from outcore.order.gradients import GradientOrder
 from outcore.order.ledger import H, Ledger
 from outcore.order.port import Port
-from outcore.order.slots import Pools
-from outcore.order.supply import Supply
+from outcore.order.slots import Pools, Supply
 from outcore.order.updates import UpdateOrder
 from outcore.order.weights import WeightOrder
 from outcore.spec.model import ModelSpec

@@ -21,8 +21,7 @@ from typing import Generic, Protocol
 
 from outcore.order.ledger import ByteSpan, H, Home, Ledger, newest
 from outcore.order.port import Port, Work, WorkFunction
-from outcore.order.slots import Pools
-from outcore.order.supply import Supply
+from outcore.order.slots import Pools, Supply
 from outcore.order.weights import WeightOrder
 from outcore.spec.lane_names import Lane
 from outcore.spec.layout import SCRATCH_BYTES, staging

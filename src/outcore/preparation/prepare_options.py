@@ -16,11 +16,11 @@ from torch import nn
 from outcore.checkpoint.weights.conversions import refuse_prefixes
 from outcore.core.errors import ConfigError
 from outcore.engine.module_guard import is_guarded
-from outcore.engine.unit.one_process import refuse_wrapped
 from outcore.model.partition import Partition, partition
 from outcore.optim.joined import members
 from outcore.optim.rules import UpdateRule, rule_for
 from outcore.preparation.forecast import Loop, NamedHardware
+from outcore.ranks.world import refuse_wrapped
 from outcore.spec.budget import Budget
 from outcore.spec.model import Precision
 from outcore.spec.plan import AwayTier, Plan

@@ -17,7 +17,7 @@ from outcore.core.quantities import PAGE_BYTES, format_bytes
 from outcore.device.device import Device
 from outcore.device.faults import Faults
 from outcore.device.opening import device_of_rank, open_device
-from outcore.engine.attached import Values
+from outcore.engine.opened import Values
 from outcore.engine.unit.unit import Unit
 from outcore.memory.machine import host_bytes
 from outcore.model.partition import Partition

@@ -15,11 +15,11 @@ from outcore.checkpoint.weights.model_values import FirstValues
 from outcore.device.device import Device
 from outcore.engine.engine import Engine, Promises
 from outcore.engine.optimizer import StreamedOptimizer
-from outcore.engine.unit.one_process import measuring
 from outcore.model.partition import partition
 from outcore.optim.rules import rule_for
 from outcore.planner.homes.pools import UnitHomes
 from outcore.planner.search.plan_space import ALL_DEVICE, ALL_HOST, PlanSpace
+from outcore.ranks.world import measuring
 
 _UNITS, _WIDTH, _WARM_UP = 8, 16, 3
 _LEAST_S = 1e-9  # 0 would say that a figure is not known

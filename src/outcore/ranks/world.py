@@ -1,5 +1,9 @@
 """The ranks of one prepared model: process groups of torch, and the few collectives that run over them.
 
+Models that other libraries replicate or shard are refused, and process groups whose ranks do not train together.
+Otherwise every rank would train a model of its own: gradients would never meet, since neither ``torchrun`` nor a
+process group changes what a plain loop computes.
+
 [Note: groups] Every lane between ranks has groups of its own, since collectives of one group must come in the same
 order on all ranks, and lanes run side by side. Bytes in host memory go over gloo, bytes on a GPU over NCCL. Agreements
 from the caller's thread have a group of their own, too. On a GPU, a lane's stream is ordered after what the lane waits
@@ -14,18 +18,19 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
-from outcore.core.errors import ConfigError
+from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.core.ranks import TIMEOUT, OtherRankError, launched
 from outcore.device.device import Device
 from outcore.device.opening import backends
 from outcore.ranks.groups import Groups, LaneGroups, gather_single
 from outcore.ranks.meeting import Meeting, timeout_s
 from outcore.spec.lane_names import Lane
+from outcore.torch_private import as_it_is
 
 T = TypeVar("T")
 
@@ -301,3 +306,82 @@ def num_local_ranks() -> int:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's memory (1D uint8)."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+_FIRST = "prepare after init_process_group, or under torchrun, and all ranks train together"
+_BARE = "prepare the bare model on every rank: outcore shares the work among them itself"
+_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+
+
+_measured: list[None] = []
+"""One entry for each running ``measuring`` block."""
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Allow one rank to run a model of its own inside the block. It measures its machine with it; the others wait."""
+    _measured.append(None)
+    try:
+        yield
+    finally:
+        _measured.pop()
+
+
+@as_it_is
+def refuse_process_group(who: str, num_ranks: int = 1) -> None:
+    """Refuse a process group of several ranks if only one rank trains the model.
+
+    Takes less than a microsecond if there is no process group.
+
+    Args:
+        who: Name of what refuses, for the error.
+        num_ranks: Number of ranks that train the model together.
+
+    Raises:
+        UnsupportedError: There is such a group.
+    """
+    if num_ranks == 1 and not _measured and distributed.is_available() and distributed.is_initialized():
+        if distributed.get_world_size() > 1:
+            raise UnsupportedError(
+                f"{who}: expected one process on one device, but torch.distributed has "
+                f"{distributed.get_world_size()} processes; {_FIRST}"
+            )
+
+
+def refuse_wrapped(who: str, model: nn.Module) -> None:
+    """Refuse a model that another library replicates or shards.
+
+    Args:
+        who: Name of what refuses, for the error.
+        model: The model; all its modules and parameters are looked at.
+
+    Raises:
+        UnsupportedError: A module is wrapped in DDP, FSDP or DataParallel, or a parameter is sharded.
+    """
+    for name, module in model.named_modules():
+        wrapper = next((kind.__name__ for kind in _torch_classes(module) if kind.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            _refuse_wrapper(who, f"'{name}'" if name else "the model", wrapper)
+    for name, param in model.named_parameters():
+        if any(kind.__name__ == "DTensor" for kind in _torch_classes(param)):
+            _refuse_wrapper(who, f"'{name}'", "DTensor")
+
+
+class RefuseReplicas:
+    """An object that makes DDP and DataParallel fail when they ask a prepared model for it before replicating it."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        """Refuse DataParallel, which calls this to copy the module."""
+        _refuse_wrapper("DataParallel", "the prepared model", "DataParallel")
+
+    def __iter__(self) -> Iterator[str]:
+        """Refuse DDP, which asks here which parameters to leave alone."""
+        _refuse_wrapper("DistributedDataParallel", "the prepared model", "DistributedDataParallel")
+
+
+def _torch_classes(value: object) -> Iterator[type]:
+    return (kind for kind in type(value).__mro__ if kind.__module__.startswith("torch."))
+
+
+def _refuse_wrapper(who: str, what: str, wrapper: str) -> NoReturn:
+    raise UnsupportedError(f"{who}: expected a model on one device, but {what} is wrapped in {wrapper}; {_BARE}")

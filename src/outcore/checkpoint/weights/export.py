@@ -29,7 +29,7 @@ from outcore.checkpoint.weights.small_files import Writers, rehearse_small_files
 from outcore.core.errors import ConfigError, UnsupportedError
 from outcore.engine.engine import Engine
 from outcore.engine.unit.unit import Beneath
-from outcore.engine.values.edits import take_edits
+from outcore.engine.values.parameter_values import take_edits
 from outcore.memory.files.weights_file import write_safetensors
 from outcore.model.wrapped import Wrapping, is_wrapped, tensors_in
 from outcore.ranks.agreement import agreed, read_by_all

@@ -22,8 +22,8 @@ from outcore.checkpoint.weights.initialise import Initialisation
 from outcore.checkpoint.weights.load_plan import plan_loading
 from outcore.core.errors import ConfigError, MemoryBudgetError, UnsupportedError
 from outcore.core.quantities import format_bytes
-from outcore.engine.attached import Values
 from outcore.engine.engine import Engine
+from outcore.engine.opened import Values
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.engine.unit.views import nothing
 from outcore.memory.machine import host_free_bytes

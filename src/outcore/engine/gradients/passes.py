@@ -24,10 +24,10 @@ from outcore.engine.gradients.handle import GradHandle
 from outcore.engine.gradients.homes import GradientHomes
 from outcore.engine.gradients.rank_exchange import RankExchange
 from outcore.engine.gradients.unit_gradients import UnitGradients, UnitPass
-from outcore.engine.unit.recovery import Recovery
+from outcore.engine.unit.live_port import Recovery
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import outermost_first, torch_dtype
-from outcore.engine.values.edits import refuse_other_form
+from outcore.engine.values.parameter_values import refuse_other_form
 from outcore.optim import kernels
 from outcore.order.gradients import GradientOrder
 from outcore.order.slots import SlotPool

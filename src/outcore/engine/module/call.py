@@ -54,7 +54,7 @@ from outcore.engine.streamed_weights import StreamedWeights, UnitBinding, make_w
 from outcore.engine.unit.absent import called_inside
 from outcore.engine.unit.unit import Unit
 from outcore.engine.values.access import ValueAccess
-from outcore.engine.values.edits import OwnEdits
+from outcore.engine.values.parameter_values import OwnEdits
 from outcore.order.activations import ActivationOrder
 from outcore.spec.schedule import Phase
 from outcore.torch_private import (

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from outcore.core.errors import AbsentParameterError, UnsupportedError
-from outcore.engine.unit.one_process import refuse_process_group
+from outcore.ranks.world import refuse_process_group
 from outcore.torch_private import as_it_is, plain_torch_function, without_torch_function
 
 

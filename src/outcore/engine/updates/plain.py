@@ -19,7 +19,7 @@ from outcore.engine.unit.absent import unfreezing_refusal
 from outcore.engine.unit.unit import Unit
 from outcore.engine.unit.views import flat, shaped
 from outcore.engine.updates.unit_update import Numbers, likes_of
-from outcore.engine.values.edits import refuse_other_form, refuse_other_strides
+from outcore.engine.values.parameter_values import refuse_other_form, refuse_other_strides
 from outcore.memory.arena import Buffer
 from outcore.optim.blocks import update_blocks
 from outcore.optim.kernels import FusedHyper, FusedStep, apply

@@ -25,8 +25,7 @@ from outcore.engine.values.access import ValueAccess
 from outcore.memory.arena import Buffer
 from outcore.optim.blocks import numbers_after, update_blocks
 from outcore.optim.formats import format_of, refuse_other_format
-from outcore.optim.neighbours import join_neighbours
-from outcore.optim.piece import Piece
+from outcore.optim.piece import Piece, join_neighbours
 from outcore.optim.rules import Hyper, UpdateRule
 from outcore.order.ledger import ByteSpan
 from outcore.ranks.world import World

@@ -13,7 +13,7 @@ import torch
 from outcore.device.device import Device
 from outcore.device.lanes import Handle
 from outcore.engine.streamed_weights import StreamedWeights
-from outcore.engine.unit.tiers import Tiers
+from outcore.engine.unit.live_port import Tiers
 from outcore.engine.unit.unit import Beneath, Unit
 from outcore.engine.unit.views import flat, shaped, torch_dtype
 from outcore.memory.arena import Buffer

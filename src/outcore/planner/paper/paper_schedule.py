@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from outcore.order.activations import SavedCall
 from outcore.order.attempts import Attempt
+from outcore.order.gradients import Turns
 from outcore.order.ledger import ByteSpan, Ledger
 from outcore.order.slots import SlotPool
 from outcore.order.step import StepOrder
-from outcore.order.turns import Turns
 from outcore.order.weight_cache import (
     HeldUnits,
     Move,
