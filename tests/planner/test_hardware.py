@@ -11,18 +11,21 @@ from typing import Any
 import pytest
 
 from outcore.core.errors import ConfigError
-from outcore.planner.timing.known_hardware import BUSES, DEVICES, DISKS, HOSTS, LINKS, NETWORKS, known_hardware
+from outcore.planner.timing.known_hardware import known_hardware
+from outcore.planner.timing.known_parts import known_parts
 from outcore.planner.timing.profile import UnitWork, rates_for
 from outcore.spec.hardware import DevicePart, Hardware, HostPart
 
 from .models import layered
+
+KNOWN = known_parts()
 
 FIELDS = ["device.bf16_flops", "bus.h2d_bytes_per_s", "host.bytes_per_s", "disk.both"]
 FIELDS += ["links.bytes_per_s", "network.bytes_per_s"]
 NUMBERS = [0, -1, 1e-300, 1e30, 10**400, float("inf"), float("nan"), "fast", None, True, [1], {}]
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("name", KNOWN.devices)
 def test_known_machines_are_whole_and_come_back_from_json(name: str, tmp_path: Path):
     machine = known_hardware(name)
     assert machine.disk is not None
@@ -31,15 +34,16 @@ def test_known_machines_are_whole_and_come_back_from_json(name: str, tmp_path: P
 
 
 def test_every_figure_has_a_source():
-    tables = (DEVICES, BUSES, HOSTS, DISKS, LINKS, NETWORKS)
-    for part in itertools.chain.from_iterable(table.values() for table in tables):
+    for part in itertools.chain.from_iterable(parts.values() for parts in KNOWN.by_kind.values()):
+        if part is None:  # no disk
+            continue
         fields = {f.name: f.default for f in dataclasses.fields(part) if "Mapping" not in str(f.type)}
         said = {name for name, default in fields.items() if getattr(part, name) != default}
         assert said <= set(part.sources), part
         assert all(len(source) > 10 for source in part.sources.values())
 
 
-@pytest.mark.parametrize("part", [*DEVICES.values(), *HOSTS.values()])
+@pytest.mark.parametrize("part", [*KNOWN.devices.values(), *KNOWN.hosts.values()])
 def test_figures_lie_within_their_ranges(part: DevicePart | HostPart):
     assert part.slow
     assert part.slow.keys() == part.fast.keys()
@@ -65,7 +69,7 @@ def test_rates_that_were_measured_lie_within_the_ranges():
     card = known_hardware("rtx-4090").device
     assert card.bf16_flops == pytest.approx(156e12)  # LoHan's plateau
     assert card.slow["bf16_flops"] == pytest.approx(115e12)  # ZeRO-3 with its update exposed
-    for device in DEVICES.values():
+    for device in KNOWN.devices.values():
         assert device.kernel_s > 0
 
 
@@ -81,11 +85,69 @@ def test_a_machine_at_one_end_of_what_is_known_has_no_range():
 
 def test_parts_are_composed():
     machine = known_hardware("RTX-4090+pcie3+desktop-ddr4+laptop-nvme")
-    assert (machine.bus, machine.host, machine.disk) == (BUSES["pcie3"], HOSTS["desktop-ddr4"], DISKS["laptop-nvme"])
-    assert known_hardware("h100").bus == BUSES["pcie5"]
-    assert (known_hardware("h100").links, known_hardware("h100+200g").network) == (LINKS["nvlink4"], NETWORKS["200g"])
+    assert (machine.bus, machine.host, machine.disk) == (
+        KNOWN.buses["pcie3"],
+        KNOWN.hosts["desktop-ddr4"],
+        KNOWN.disks["laptop-nvme"],
+    )
+    assert known_hardware("h100").bus == KNOWN.buses["pcie5"]
+    assert (known_hardware("h100").links, known_hardware("h100+200g").network) == (
+        KNOWN.links["nvlink4"],
+        KNOWN.networks["200g"],
+    )
     assert known_hardware("gh200").links is None
     assert known_hardware("h100+no-disk").disk is None
+
+
+def test_figures_of_the_user_replace_those_of_a_part():
+    machine, known = known_hardware("rtx-4090,memory=22GiB,bf16=140TFLOPS,kernel=8us+pcie4,h2d=20GB/s+64GiB"), KNOWN
+    card, usual = machine.device, known.devices["rtx-4090"]
+    assert (card.memory_bytes, card.bf16_flops, card.kernel_s) == (22 * 2**30, 140e12, pytest.approx(8e-6))
+    assert (card.fp32_flops, card.attention_flops) == (usual.fp32_flops, usual.attention_flops)
+    assert (machine.bus.h2d_bytes_per_s, machine.bus.d2h_bytes_per_s) == (20e9, known.buses["pcie4"].d2h_bytes_per_s)
+    assert machine.host == dataclasses.replace(
+        known.hosts["desktop-ddr5"],
+        memory_bytes=64 * 2**30,
+        sources={**known.hosts["desktop-ddr5"].sources, "memory_bytes": "given by the user"},
+    )
+    assert card.sources["bf16_flops"] == "given by the user"
+    assert "bf16_flops" not in {*card.slow, *card.fast}, "a figure of the user has no range"
+
+
+def test_cards_without_bf16_say_so_and_are_not_planned_in_it():
+    card = known_hardware("t4").device
+    assert not card.computes_bf16
+    assert card.sources["bf16_flops"].startswith("65 TFLOP/s in fp16, no bf16")
+    model = layered(1, root=0, layer=100_000_000)
+    work = {"model.layers.0": UnitWork(product_flops=1e12, attention_flops=0)}
+    with pytest.raises(ConfigError, match="expected fp16 or fp32, since this device does not compute in bf16"):
+        rates_for(known_hardware("t4"), dataclasses.replace(model, precision="bf16"), work)
+    assert rates_for(known_hardware("t4"), dataclasses.replace(model, precision="fp16"), work).forward_s
+
+
+def test_whatever_is_usual_beside_a_card_is_known():
+    assert len(KNOWN.devices) >= 40
+    assert KNOWN.families.keys() == KNOWN.usual.keys() == KNOWN.devices.keys()
+    assert not {*KNOWN.refused} & {name for parts in KNOWN.by_kind.values() for name in parts}
+    names = [name for parts in KNOWN.by_kind.values() for name in parts]
+    assert len(names) == len(set(names)), "a name is that of one part"
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16_flops", "bytes_per_s"),
+    [
+        ("rtx-4090", 156e12, 1008e9),
+        ("a100-40gb", 224.64e12, 1555e9),
+        ("a100-80gb", 224.64e12, 2039e9),
+        ("h100", 633.216e12, 2747e9),
+        ("h200", 633.216e12, 3936e9),
+        ("gh200", 633.216e12, 3280e9),
+        ("mi300x", 758.292e12, 5300e9),
+    ],
+)
+def test_figures_are_those_with_which_reports_were_made(name: str, bf16_flops: float, bytes_per_s: float):
+    card = KNOWN.devices[name]
+    assert (card.bf16_flops, card.bytes_per_s) == pytest.approx((bf16_flops, bytes_per_s))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +156,16 @@ def test_parts_are_composed():
         ("rtx4090", "the nearest is 'rtx-4090'"),
         ("pcie4", "expected a device among the parts"),
         ("h100+h200", "expected one device, but got 'h100' and 'h200'"),
-        ("", "expected a JSON file, or parts of"),
+        ("", "expected a JSON file, or names of parts"),
+        ("gb10", "expected a machine whose GPU has memory of its own, but got 'gb10': a DGX Spark has one memory"),
+        ("rtx-4090,vram=3", "device: expected figures as name=value, each once, of memory, bf16, fp32"),
+        ("rtx-4090,memory=1GiB,memory_bytes=2GiB", "each once"),
+        ("rtx-4090,memory=fast", "device: memory: expected bytes"),
+        ("rtx-4090,memory=0", "device: memory_bytes: expected a number from 1"),
+        ("rtx-4090,bf16=140", "expected FLOP/s as in 140TFLOPS, but got '140'"),
+        ("rtx-4090,kernel=8h", "expected seconds as in 8us, but got '8h'"),
+        ("rtx-4090+pcie4,both=9", "bus: both: expected a number from 0.5 to 2"),
+        ("rtx-4090+no-disk,size=1TB", "disk: expected a part that has figures"),
     ],
 )
 def test_unknown_parts(name: str, message: str):

@@ -13,7 +13,8 @@ from outcore.model.partition import Partition
 from outcore.order.gradients import Turns
 from outcore.planner.homes.pools import pools_for
 from outcore.planner.paper.paper_schedule import schedule
-from outcore.planner.timing.known_hardware import BUSES, HOSTS, LINKS, known_hardware
+from outcore.planner.timing.known_hardware import known_hardware
+from outcore.planner.timing.known_parts import known_parts
 from outcore.planner.timing.profile import UnitWork, rates_for
 from outcore.planner.timing.rank_layout import ALONE, RankRates, Ranks, between, links_of, network_of, share_of
 from outcore.planner.timing.rates import OperationTimes, Rates
@@ -49,12 +50,12 @@ def test_ranks_share_what_a_node_has_once():
     assert found.host.bytes_per_s == NODE.host.bytes_per_s / 8
     assert found.disk is not None
     assert found.disk.write_bytes_per_s == NODE.disk.write_bytes_per_s / 8
-    assert share_of(known_hardware("rtx-4090"), Ranks(1, 4)).bus == BUSES["pcie4"]
+    assert share_of(known_hardware("rtx-4090"), Ranks(1, 4)).bus == known_parts().buses["pcie4"]
 
 
 def test_a_measured_part_of_host_memory_grows_with_the_ranks():
-    host = dataclasses.replace(HOSTS["server-ddr4"], parts={"h2d": 0.2, "update": 0.5, "disk_read": 0.1})
-    found = share_of(dataclasses.replace(NODE, host=host, links=LINKS["nvlink4"]), Ranks(1, 8)).host.parts
+    host = dataclasses.replace(known_parts().hosts["server-ddr4"], parts={"h2d": 0.2, "update": 0.5, "disk_read": 0.1})
+    found = share_of(dataclasses.replace(NODE, host=host, links=known_parts().links["nvlink4"]), Ranks(1, 8)).host.parts
     assert found == {"h2d": pytest.approx(1.6), "update": 0.5, "disk_read": 0.1}
 
 

@@ -24,7 +24,7 @@ class DevicePart:
 
     memory_bytes: float
     bf16_flops: float
-    """FLOP per second of matrix products in bf16."""
+    """FLOP per second of matrix products in bf16; of a device that computes none in bf16, in fp16."""
     fp32_flops: float
     attention_flops: float
     """FLOP per second of the attention kernel in bf16."""
@@ -39,6 +39,8 @@ class DevicePart:
     accelerator time of the thread that launches kernels."""
     runs_ahead: float = 1
     """1: an accelerator, which is given its work in advance; 0: the thread that submits also computes."""
+    computes_bf16: float = 1
+    """1: it computes in bf16; 0: in fp16 and fp32 only."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Field -> source of its figure."""
     slow: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -132,9 +134,15 @@ class NetworkPart:
 
 
 _ZERO_IS_FINE = {"latency_s", "visit_s", "kernel_s", "endurance_bytes", "runs_ahead", "on_bus", "through_host"}
-_ZERO_IS_FINE |= {"plain_update_parameters_per_s", "resting_visit_s"}
+_ZERO_IS_FINE |= {"plain_update_parameters_per_s", "resting_visit_s", "computes_bf16"}
 _AT_MOST = {"both": 2.0, "runs_ahead": 1.0, "latency_s": 10.0, "visit_s": 10.0, "kernel_s": 10.0}
-_AT_MOST |= {"resting_visit_s": 10.0, "on_bus": 1.0, "through_host": 1.0, "devices_per_port": 64.0}
+_AT_MOST |= {
+    "resting_visit_s": 10.0,
+    "computes_bf16": 1.0,
+    "on_bus": 1.0,
+    "through_host": 1.0,
+    "devices_per_port": 64.0,
+}
 _AT_LEAST = {"both": 0.5, "devices_per_port": 1.0}
 _SHARING = ("h2d", "d2h", "update", "disk_read", "disk_write")
 _PARTS = ("parts", "compute_left", "left_beside_compute")

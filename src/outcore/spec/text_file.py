@@ -6,6 +6,7 @@ import dataclasses
 import json
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -92,3 +93,8 @@ def fields_of(kind: type, data: object, where: str) -> dict[str, Any]:
         if is_needed and f.name not in data:
             raise ConfigError(f"{where}: key '{f.name}' is missing")
     return dict(data)
+
+
+def packaged_text(package: str, name: str) -> str:
+    """Return the text of a data file of this program. Rooms that open no files read their tables so."""
+    return (files(package) / name).read_text(encoding="utf-8")

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from outcore.core.errors import ConfigError
 from outcore.planner.forward.footprint import Footprint
+from outcore.planner.timing.known_parts import UPDATE_BYTES
 from outcore.planner.timing.rank_layout import ALONE, Ranks, between, share_of
 from outcore.planner.timing.rates import LINKS, Link, Rates, Shared
 from outcore.spec.hardware import DevicePart, Hardware, HostPart
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _IN_HOST_MEMORY = ("h2d", "d2h", "disk_read", "disk_write")
-_UPDATE_BYTES = 28.0
-"""Bytes that an update on the host moves per parameter: fp32 master and moments, bf16 weight and gradient."""
 
 
 class UnitTimes(NamedTuple):
@@ -156,7 +156,7 @@ def rates_for(
     """
     others, alone, hardware = between(hardware, ranks), hardware, share_of(hardware, ranks)
     device, bus, host, disk = hardware.device, hardware.bus, hardware.host, hardware.disk
-    computing = _Computing(device, alone.device, in_fp32=spec.precision == "fp32" and not in_bf16)
+    computing = _Computing(device, alone.device, spec.precision, under_autocast=in_bf16)
     bytes_per_s = {"h2d": bus.h2d_bytes_per_s, "d2h": bus.d2h_bytes_per_s, **others.bytes_per_s}
     if disk is not None:
         bytes_per_s |= {"disk_read": disk.read_bytes_per_s, "disk_write": disk.write_bytes_per_s}
@@ -204,9 +204,14 @@ def rates_for(
 class _Computing:
     """Seconds that a device takes for a unit: measured ones, else computed from its rates."""
 
-    def __init__(self, device: DevicePart, alone: DevicePart, *, in_fp32: bool) -> None:
-        """Args: alone: The device as measured, before ranks share it."""
+    def __init__(self, device: DevicePart, alone: DevicePart, precision: str, *, under_autocast: bool) -> None:
+        """Args: alone: The device as measured, before ranks share it. Raises: ConfigError: It has no such precision."""
+        if precision in ("bf16", "pure_bf16") and not device.computes_bf16:
+            raise ConfigError(
+                f"precision: expected fp16 or fp32, since this device does not compute in bf16, but got '{precision}'"
+            )
         self._device, self._slower = device, alone.fp32_flops / device.fp32_flops
+        in_fp32 = precision == "fp32" and not under_autocast
         self._flops = device.fp32_flops if in_fp32 else device.bf16_flops
         self._attention_flops = min(device.attention_flops, self._flops)
 
@@ -245,5 +250,5 @@ def _parts_of(host: HostPart, bytes_per_s: Mapping[str, float]) -> dict[Link, fl
     parts: dict[str, float] = dict(host.parts)
     if not parts:
         parts = {link: bytes_per_s[link] / host.bytes_per_s for link in _IN_HOST_MEMORY if link in bytes_per_s}
-        parts["update"] = host.update_parameters_per_s * _UPDATE_BYTES / host.bytes_per_s
+        parts["update"] = host.update_parameters_per_s * UPDATE_BYTES / host.bytes_per_s
     return {link: parts[link] for link in LINKS if link in parts}
