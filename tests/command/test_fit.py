@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from outcore.command.plan import fit, known_models
 from outcore.command.plan.answer import answer
 from outcore.command.plan.question import Question
 from outcore.command.train.model.source import build_model
+from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.planner.timing import known_hardware as parts
 from outcore.planner.timing.known_hardware import known_hardware
 from outcore.spec.hardware import Hardware
 
 from .conftest import CONFIG, Run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
 TOO_LARGE, LARGE, MIDDLE, SMALL = 20, 3, 2, 1
 SMALL_BUDGETS = ("--device-memory", "800KiB", "--host-memory", "1MiB", "--disk-size", "1MiB", "--seq-len", 64)
@@ -62,11 +66,15 @@ def test_the_largest_that_fit_each_with_its_plan(command: Run, config_json: Path
         disk_size="1MiB",
     )
     config_json.write_text(json.dumps({**CONFIG, "num_hidden_layers": MIDDLE}))
-    assert found["models"][1]["predicted_step_s"] == answer(asked).found.simulation.step_s
+    for way, changes in (("full", {}), ("8-bit states", {"optim": "adamw_8bit"}), ("LoRA", {"lora": 16})):
+        alone = answer(dataclasses.replace(asked, **changes)).found.simulation.step_s
+        assert found["models"][1]["ways"][way]["predicted_step_s"] == alone
     for row in found["models"]:
-        assert row["predicted_tokens_per_s"] == pytest.approx(64 / row["predicted_step_s"])
-        assert row["reserved_bytes"]["device"] <= 800 * 2**10
-        assert row["activations"]
+        assert [*row["ways"]] == ["full", "8-bit states", "LoRA", "QLoRA"]
+        for way in row["ways"].values():
+            assert way["predicted_tokens_per_s"] == pytest.approx(64 / way["predicted_step_s"])
+            assert way["reserved_bytes"]["device"] <= 800 * 2**10
+            assert way["activations"]
 
 
 @pytest.mark.usefixtures("tiny")
@@ -77,9 +85,29 @@ def test_as_a_table_for_a_machine_of_a_file(command: Run, tmp_path: Path, monkey
     assert done.status == 0, done.err
     first, _, heads, *rows = done.out.splitlines()
     assert "predicted for 1 x 64 tokens in bf16" in first
-    assert heads.split()[:4] == ["model", "parameters", "step", "tokens/s"]
+    assert heads.split() == ["model", "parameters", "full", "8-bit", "states", "LoRA", "QLoRA"]
     assert rows[0].startswith("tiny-3")
     assert "too large: tiny-20" in done.out
+    assert "tiny-3" in done.err, "what takes seconds is named before"
+
+
+@pytest.mark.usefixtures("tiny")
+def test_only_models_that_are_fast_enough(command: Run):
+    asked = ("plan", "--fit", "--hardware", "rtx-4090", *SMALL_BUDGETS, "--json")
+    rates = {
+        row["model"]: max(way["predicted_tokens_per_s"] for way in row["ways"].values())
+        for row in json.loads(command(*asked).out)["models"]
+    }
+    enough = (rates["tiny-2"] + rates["tiny-1"]) / 2
+    found = json.loads(command(*asked, "--at-least", enough).out)
+    assert [row["model"] for row in found["models"]] == ["tiny-1"]
+    assert [row["model"] for row in found["too_slow"]] == ["tiny-3", "tiny-2"]
+
+
+def test_a_cell_says_why_there_is_no_plan():
+    needs = PlanInfeasibleError("too small", {"device": 3 * 2**30}, {"device": 2**31})
+    assert fit.cell_text(needs) == "needs device 2.00 GiB"
+    assert fit.cell_text(ConfigError("experts are no linear layers")) == "not possible"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +117,7 @@ def test_as_a_table_for_a_machine_of_a_file(command: Run, tmp_path: Path, monkey
         (("--fit", "--model", "config.json"), "expected either --model or --fit, but got both"),
         (("--fit", "--html", "plan.html"), "--fit: expected it without --out and --html"),
         (("--fit", "--out", "plan.json"), "--fit: expected it without --out and --html"),
+        (("--model", "config.json", "--at-least", "5"), "--at-least: expected it with --fit"),
         (("--fit", "--device-memory", "0"), "--device-memory: expected more than 0 bytes"),
         (("--fit", "--device-memory", "1KiB"), "expected a machine that trains one of 4 known models, but even tiny-1"),
         (("--fit", "--precision", "fp8"), "--precision: expected one of fp32, bf16, pure_bf16"),

@@ -26,6 +26,7 @@ from outcore.core.quantities import parse_bytes
 from outcore.device.cpu import CpuDevice
 from outcore.planner.forward import watch
 from outcore.planner.timing.known_hardware import known_hardware
+from outcore.planner.timing.known_parts import known_parts
 from outcore.preparation.forecast import Loop, token_batch
 from outcore.probe import measured_machines as kept
 from outcore.probe.measured_machines import Machine
@@ -57,6 +58,13 @@ def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, 
     assert re.fullmatch(r"\S+ per second \(predicted, \S+ to \S+\)", lines["tokens"])
     assert {"not", "peak", "least", "helps"} <= lines.keys()
     assert "budget 2.00 MiB" in done.out
+
+
+def test_known_hardware_is_listed(command: Run):
+    done = command("plan", "--list-hardware")
+    assert done.status == 0, done.err
+    listed = {line.split()[0] for line in done.out.splitlines() if line.startswith("  ")}
+    assert {*known_parts().devices, *known_parts().buses, *known_parts().hosts, *known_parts().disks} <= listed
 
 
 WHOLE = """

@@ -22,6 +22,7 @@ import typer
 
 from outcore.command.command import CommandLine
 from outcore.command.files import refuse_unwritable
+from outcore.command.plan.hardware_list import print_hardware
 from outcore.command.train.method import Method
 from outcore.command.train.methods import FINE_TUNING, PREFERENCES
 from outcore.command.train.settings import options
@@ -119,11 +120,15 @@ def plan(  # noqa: PLR0913 (one option each)
         str | None, typer.Option(help="ID on the hub, directory, or config.json; no weights are needed.")
     ] = None,
     fit: Annotated[bool, typer.Option("--fit", help="In place of a model: the largest known ones that fit.")] = False,
+    at_least: Annotated[float, typer.Option(min=0, help="With --fit: tokens per second that a model reaches.")] = 0,
+    list_hardware: Annotated[
+        bool, typer.Option("--list-hardware", help="List known parts.", is_eager=True, callback=print_hardware)
+    ] = False,
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="A hardware.json, or names of parts: rtx-4090, h100+pcie5+server-ddr5+server-nvme; by default this "
-            "machine, as outcore probe measures it."
+            help="A hardware.json, or names of parts: rtx-4090+64GiB, h100+pcie5+server-nvme, with figures of your own "
+            "as in rtx-4090,memory=22GiB; by default this machine, as outcore probe measures it."
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a micro-batch.")] = 1,
@@ -159,13 +164,15 @@ def plan(  # noqa: PLR0913 (one option each)
         )
     if fit and (out is not None or html is not None):
         raise ConfigError("--fit: expected it without --out and --html, which are for one model; leave them out")
+    if at_least and not fit:
+        raise ConfigError("--at-least: expected it with --fit, but got it alone; add --fit, or leave it out")
     from outcore.command.plan.question import Question  # all that it refuses is refused before torch is imported
 
     asked = Question(**{field.name: given[field.name] for field in dataclasses.fields(Question)})
-    _answer(asked, out, html, fit=fit, as_json=as_json)
+    _answer(asked, out, html, at_least if fit else None, as_json=as_json)
 
 
-def _answer(asked: Question, out: Path | None, html: Path | None, *, fit: bool, as_json: bool) -> None:
+def _answer(asked: Question, out: Path | None, html: Path | None, at_least: float | None, *, as_json: bool) -> None:
     asked.refuse_absent()
     refuse_unwritable("--out", out)
     refuse_unwritable("--html", html)
@@ -174,16 +181,16 @@ def _answer(asked: Question, out: Path | None, html: Path | None, *, fit: bool, 
     from outcore.command.train.output.notices import notices
 
     with rarely_collecting(), notices():
-        _fit(asked, as_json=as_json) if fit else _plan(asked, out, html, as_json=as_json)
+        _fit(asked, at_least, as_json=as_json) if at_least is not None else _plan(asked, out, html, as_json=as_json)
 
 
-def _fit(asked: Question, *, as_json: bool) -> None:
+def _fit(asked: Question, at_least: float, *, as_json: bool) -> None:
     from outcore.command.plan import fit as fitting
     from outcore.command.plan.known_models import known_models
     from outcore.command.terminal import fitted
 
     try:
-        models = fitting.fits(asked, known_models())
+        models = fitting.fits(asked, known_models(), at_least=at_least, told=partial(print, file=sys.stderr))
     except PlanInfeasibleError as error:
         from outcore.command.plan.misfit import Misfit
 
