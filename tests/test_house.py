@@ -42,7 +42,7 @@ ROOM = 13  # files in a folder: about as many as a reader keeps in mind
 ROOM_LINES = {
     "": 1_028,
     "checkpoint": 4_391,
-    "command": 9_316,  # --fit: four ways to train each model, and how fast; --list-hardware
+    "command": 9_322,  # --fit: four ways to train each model, and how fast; --list-hardware
     "core": 284,
     "device": 2_599,
     "engine": 11_510,

@@ -180,7 +180,7 @@ def test_a_sample_is_keyword_arguments(sample, tmp_path):
         ("weights", 3, "expected a folder or None as weights, but got 3"),
         ("checkpoint", 3, "expected a folder or None as checkpoint, but got 3"),
         ("hardware", 3, "expected a JSON file, names of parts, 'none', or None for this machine, but got 3"),
-        ("hardware", "nope-gpu", "expected a JSON file, or parts of .* but got 'nope-gpu'"),
+        ("hardware", "nope-gpu", "expected a JSON file, or names of parts .* but got 'nope-gpu'"),
         ("sample", {"idz": batch()}, r"keyword arguments of Tower.forward\(ids: .*, but got 'idz': missing .* 'ids'"),
         ("sample", {"ids": 3}, "expected a sample with tensors, .* but got {'ids': 3}"),
     ],

@@ -267,7 +267,7 @@ class TestTheMachine:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"hardware": "rtx-9999"}, "--hardware: expected a JSON file, or parts of"),
+            ({"hardware": "rtx-9999"}, "--hardware: expected a JSON file, or names of parts"),
             ({"hardware": "none.json"}, "expected a readable JSON file at 'none.json'"),
         ],
     )

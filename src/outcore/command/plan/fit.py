@@ -92,7 +92,7 @@ def fits(
     machine = machine_for(question)
     for each in known:
         told(each.name)
-        model = ModelFit(each, _found(question, each, machine))
+        model = ModelFit(each, _found(question, each, machine, at_least))
         if not model.answers:
             too_large.append(each)
             if len(too_large) == len(known):
@@ -114,12 +114,18 @@ def fits(
 
 
 def _found(
-    question: Question, known: KnownModel, machine: Hardware
+    question: Question, known: KnownModel, machine: Hardware, at_least: float
 ) -> dict[str, Answer | PlanInfeasibleError | ConfigError]:
-    """Plan for each way, beginning with what needs least memory: what does not even fit so fits in no other way."""
+    """Plan for each way, beginning with what needs least.
+
+    A model that does not fit with QLoRA fits in no other way, and one that is too slow with adapters is slower without.
+    """
     found: dict[str, Answer | PlanInfeasibleError | ConfigError] = {}
     ways = ways_to_train(dataclasses.replace(question, model=known.name))
     for way in reversed(ways):
+        so_far = ModelFit(known, found)
+        if way == "8-bit states" and so_far.answers and not so_far.reaches(at_least):
+            break
         try:
             found[way] = answer_for(ways[way], known.source, machine)
         except PlanInfeasibleError as error:
@@ -130,7 +136,7 @@ def _found(
             if way == "full":  # the question itself cannot be put
                 raise
             found[way] = error
-    return {way: found[way] for way in ways}
+    return {way: found[way] for way in ways if way in found}
 
 
 def _none_fits(known: Sequence[KnownModel], smallest: ModelFit) -> PlanInfeasibleError:
