@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from outcore.api import close, gathered, named_tensors, prepare, save_pretrained
     from outcore.checkpoint.save_and_load import load_checkpoint, save_checkpoint
     from outcore.checkpoint.weights.quantize import quantized
+    from outcore.command.plan.from_python import plan
     from outcore.core.errors import (
         AbsentParameterError,
         ConfigError,
@@ -39,6 +40,7 @@ __all__ = [
     "gathered",
     "load_checkpoint",
     "named_tensors",
+    "plan",
     "prepare",
     "quantized",
     "save_checkpoint",
@@ -49,6 +51,7 @@ _HOMES = {
     "Budget": "outcore.spec.budget",
     "Plan": "outcore.spec.plan",
     "load_checkpoint": "outcore.checkpoint.save_and_load",
+    "plan": "outcore.command.plan.from_python",
     "quantized": "outcore.checkpoint.weights.quantize",
     "save_checkpoint": "outcore.checkpoint.save_and_load",
 }

@@ -18,6 +18,7 @@ import torch
 from plans import plan_for
 
 from outcore.command.plan import answer as planning
+from outcore.command.plan import plan_request
 from outcore.command.plan.answer import answer
 from outcore.command.plan.question import Question
 from outcore.command.train.model.source import build_model, find_model
@@ -197,14 +198,14 @@ def test_a_model_is_followed_as_a_run_computes(
     command: Run, config_json: Path, monkeypatch: pytest.MonkeyPatch, precision: str, dtype: torch.dtype | None
 ):
     """In fp16 a run computes under autocast."""
-    seen, follow = set[torch.dtype | None](), planning.footprint_of
+    seen, follow = set[torch.dtype | None](), plan_request.footprint_of
 
     def watched(*args: Any, **options: Any) -> Any:
         device = args[2].type
         seen.add(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
         return follow(*args, **options)
 
-    monkeypatch.setattr(planning, "footprint_of", watched)
+    monkeypatch.setattr(plan_request, "footprint_of", watched)
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", "--precision", precision)
     assert done.status == 0, done.err
     assert seen == {dtype}
@@ -216,7 +217,7 @@ def test_a_model_that_cannot_be_followed_is_told_by_its_parameters(
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("it needs values")
 
-    monkeypatch.setattr("outcore.command.plan.answer.counted_work", refuse)
+    monkeypatch.setattr("outcore.command.plan.plan_request.counted_work", refuse)
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
     assert done.status == 0, done.err
     assert "of unknown size, so they get a share of the device, and homes follow the rule: it needs values" in done.out
@@ -228,7 +229,7 @@ def test_a_run_of_a_model_that_cannot_be_followed_would_have_the_same_plan(
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("it needs values")
 
-    monkeypatch.setattr("outcore.command.plan.answer.counted_work", refuse)
+    monkeypatch.setattr("outcore.command.plan.plan_request.counted_work", refuse)
     machine = known_hardware("rtx-4090+no-disk")
     slow = dataclasses.replace(machine.host, update_parameters_per_s=1e3)  # a search would let the device update
     dataclasses.replace(machine, host=slow).save(tmp_path / "hardware.json")

@@ -40,9 +40,9 @@ def test_a_model_whose_forward_fails_is_refused(
     done = command("plan", "--model", path, "--hardware", "rtx-4090", "--batch-size", 2, "--seq-len", 64)
     assert done.status == 2
     assert done.out == ""
-    assert f"--model '{path}': expected a model whose forward runs, but with 2 x 64 tokens it fails in " in done.err
+    assert f"--model '{path}': expected a model whose forward runs, but with input_ids=2x64:int64, " in done.err
     assert fails_in in done.err
-    assert "; correct config.json, or change --batch-size and --seq-len" in done.err
+    assert "; correct config.json, or change the inputs (--batch-size, --seq-len, --input)" in done.err
     assert not caplog.records  # torch logs what fails on fake tensors, with a traceback
 
 
@@ -60,7 +60,7 @@ def test_a_model_that_asks_for_values_is_planned(
     assert done.status == data.status == 0, done.err
     why = "its forward cannot be followed on shapes alone (DataDependentOutputException: aten._local_scalar_dense."
     assert f"of unknown size, so they get a share of the device, and homes follow the rule: {why}" in done.out
-    assert "a few steps of outcore train on the machine show what they take" in done.out
+    assert "a few steps on the machine show what they take" in done.out
     assert "prepare" not in done.out
     assert "in use at once, and an unknown size of activations and workspace" in done.out
     assert json.loads(data.out)["activation_bytes"] is None
@@ -107,7 +107,7 @@ def ones(*shape: int) -> torch.Tensor:
 )
 def test_shapes_that_do_not_fit_are_a_failure(end: Callable[[torch.Tensor], object]):
     cut = unfollowed(end)
-    with pytest.raises(ConfigError, match="with 2 x 4 tokens it fails in "):
+    with pytest.raises(ConfigError, match="with input_ids=2x4:int64.* it fails in "):
         refuse_failing("any", cut, SAMPLE, CPU)
 
 

@@ -133,6 +133,10 @@ def plan(  # noqa: PLR0913 (one option each)
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a micro-batch.")] = 1,
     seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 2048,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="An input of the model that is not made right: pixel_values=1x3x224x224:float32."),
+    ] = None,
     grad_accum: Annotated[int, typer.Option(min=1, help="Micro-batches in a step.")] = 1,
     nodes: Annotated[int, typer.Option(min=1, help="Machines of this kind that train together.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks per machine, with a batch and device each.")] = 1,

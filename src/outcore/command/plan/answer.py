@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Self, cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
-import torch
-
-from outcore.command.plan.failing import refuse_failing, why_not_followed
 from outcore.command.plan.known_models import known_named
+from outcore.command.plan.plan_request import ChosenPlan, MicroBatch, PlannedDevice, PlanRequest, sharings_of
 from outcore.command.plan.question import Question
 from outcore.command.train.model.adapters import with_adapters
-from outcore.command.train.model.source import ModelSource, build_model, find_shapes, refuse_long
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
-from outcore.device.device_memory import ACCELERATOR_SHARE
-from outcore.device.opening import open_device, usual_device
+from outcore.device.opening import usual_device
 from outcore.integrations.optimizers import optimizer_named
-from outcore.model.fused_dropout import fused_dropout
-from outcore.model.partition import Partition, partition
+from outcore.model.partition import partition
 from outcore.optim.joined import members
 from outcore.optim.rules import rule_for
 from outcore.planner.forward.footprint import as_run
-from outcore.planner.forward.saved_bytes import footprint_of
 from outcore.planner.homes.activation_policies import ActivationPolicy, ways_to
 from outcore.planner.homes.occupancy import TierLoad, occupancy, peak_of
 from outcore.planner.homes.placement import Least, least
@@ -38,23 +30,20 @@ from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.search.changes import SettingChange, best_changes
 from outcore.planner.search.search import Found, explain
 from outcore.planner.search.setting import Setting
-from outcore.planner.timing.counted import counted_work
-from outcore.planner.timing.known_hardware import NO_TIMES
-from outcore.planner.timing.profile import Profile, UnitTimes, unit_work
-from outcore.planner.timing.rank_layout import Ranks
 from outcore.planner.timing.simulate import steps_until_settled
-from outcore.preparation.forecast import Loop, hardware_for, token_batch
-from outcore.preparation.plan_choice import PlacedPlan, Planner, Timed
+from outcore.preparation.forecast import Loop, hardware_for
 from outcore.preparation.prepare_options import Options
-from outcore.preparation.with_ranks import among, fastest, of_a_node, sharings_over_links
-from outcore.probe.kept_blocks import runs_here, with_times
+from outcore.preparation.with_ranks import among
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.lane_names import RANK_LANES
-from outcore.spec.model import ModelSpec, Precision, Sharing
+from outcore.spec.model import ModelSpec, Precision
 from outcore.spec.plan import TIERS, AwayTier, Plan, Tier
 from outcore.spec.schedule import usual_visits
 from outcore.spec.timeline import WRITES_TO_DISK
+
+if TYPE_CHECKING:
+    from outcore.command.train.model.source import ModelSource
 
 _DEVICE_SHARE, _HOST_SHARE, _DISK_SHARE = 0.9, 0.8, 0.9
 """Default budgets as shares of a machine's memory: the rest is for the driver and for other programs."""
@@ -65,11 +54,23 @@ class Answer:
     """The plan, and what it was made for."""
 
     question: Question
+    source: ModelSource | None
+    """Where the model's configuration comes from; None: a model was given from Python."""
     setting: Setting
     found: Found
     """What the search found. Its plan is the one that a run with the same budgets would follow."""
     guess: str = ""
     """Why the model could not be followed on shapes; empty if it could."""
+    notes: Sequence[str] = ()
+    """What of a run differs from what is predicted."""
+
+    @classmethod
+    def of(cls, question: Question, source: ModelSource | None, chosen: ChosenPlan, notes: Iterable[str]) -> Answer:
+        """Return the answer with a plan. Args: notes: Those on the model."""
+        placed, setting = chosen.placed, chosen.setting
+        found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate), plan=placed.plan)
+        notes = (*notes, *chosen.notes)
+        return cls(question=question, source=source, setting=setting, found=found, guess=chosen.guess, notes=notes)
 
     @property
     def hardware(self) -> Hardware:
@@ -88,7 +89,7 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted tokens per second of all ranks together."""
+        """Predicted tokens per second of all ranks together; samples where there are no tokens."""
         step_s = self.found.simulation.step_s
         return self.setting.tokens / step_s if step_s else 0.0
 
@@ -125,7 +126,7 @@ class Answer:
     def least(self) -> Least:
         """The least budgets that would suffice, with whatever way to share weights and to treat activations."""
         job, ranks = self.setting.job(), self.setting.ranks
-        sharings = [self.spec.sharing] if ranks.size == 1 else _sharings(ranks)
+        sharings = [self.spec.sharing] if ranks.size == 1 else sharings_of(ranks)
         models = [dataclasses.replace(self.spec, sharing=sharing) for sharing in sharings]
         away: list[ActivationPolicy] = []
         if job.footprint is not None and job.activation_share:  # the device has memory of its own
@@ -201,37 +202,62 @@ def answer(question: Question) -> Answer:
 
 def source_of(model: str) -> ModelSource:
     """Return the model of that name, without its weights. Raises: ConfigError: There is none."""
+    from outcore.command.train.model.source import find_shapes
+
     known = known_named(model)
     return find_shapes(model) if known is None else known.source
 
 
 def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> Answer:
     """Answer for a model and a machine that were found already. Raises: As ``answer``."""
-    return _asking(question, source, hardware).answer()
+    question, request, notes = _asking(question, source, hardware)
+    return Answer.of(question, source, request.planned(), notes)
 
 
-def usual_plan(question: Question, source: ModelSource, hardware: Hardware) -> Plan:
-    """Return the plan of the rule, without a search for a faster one. Raises: As ``answer``."""
-    return _asking(question, source, hardware).usual()
+def usual_plan(question: Question, source: ModelSource, hardware: Hardware) -> tuple[Plan, Setting]:
+    """Return the plan of the rule, and the setting in which to search for a faster one. Raises: As ``answer``."""
+    _, request, _ = _asking(question, source, hardware)
+    chosen = request.planned(searches=False)
+    return chosen.placed.plan, chosen.setting
 
 
-def _asking(question: Question, source: ModelSource, hardware: Hardware) -> _PlanRequest:
+def _asking(question: Question, source: ModelSource, hardware: Hardware) -> tuple[Question, PlanRequest, list[str]]:
+    """Return the question with what its inputs say, the request to plan, and notes on the model."""
+    # Here, since outcore.plan needs no Transformers.
+    from outcore.command.plan.any_model import build_any, inputs_for, is_causal, notes_on
+
     precision = cast("Precision", question.precision)
-    limits = _limits(question, hardware)
+    limits = limits_for(question, hardware)
     source = source.quantised(question.quantization, has_adapters=question.lora is not None)
-    model = build_model(source, precision)
-    refuse_long(model, question.seq_len)
+    model = build_any(source, precision)
+    trains_text = is_causal(model)
+    question, inputs, optional = inputs_for(model, question)
+    notes = list(notes_on(source))
+    adapted = model
     if question.lora is not None:
-        model = with_adapters(model, {"r": question.lora, "target_modules": "all-linear", "task_type": "CAUSAL_LM"})
-    optimizer = optimizer_named(question.optim, model, question.master_format)
+        task = {"task_type": "CAUSAL_LM"} if trains_text else {}
+        adapted = with_adapters(model, {"r": question.lora, "target_modules": "all-linear", **task})
+    optimizer = optimizer_named(question.optim, adapted, question.master_format)
     keeps = rule_for(*members(optimizer)).kept(optimizer.param_groups)
-    cut = partition(model, keeps=keeps, precision=precision)
-    return _PlanRequest(question, among(cut, question.ranks, 0), hardware, limits)
+    # As in a run of outcore train: TRL, if it is installed, computes losses in tiles.
+    makes_logits = not trains_text or find_spec("trl") is None
+    loop = Loop(question.grad_accum, clips=question.clipping, is_promised=True, makes_logits=makes_logits)
+    request = PlanRequest(
+        cut=among(partition(adapted, keeps=keeps, precision=precision), question.ranks, 0),
+        options=Options(sample=inputs, precision=precision, loop=loop),
+        batch=MicroBatch(question.batch_size, question.seq_len, optional),
+        where=f"--model '{question.model}'",
+        hardware=hardware,
+        device=PlannedDevice.of(hardware),
+        limits=limits,
+        ranks=question.ranks,
+    )
+    return question, request, notes
 
 
 def machine_for(question: Question) -> Hardware:
     """Return the machine that was named, or this one with the drives measured last. Raises: ConfigError: No machine."""
-    here = _PlannedDevice(usual_device(), has_host_memory=False, activation_share=0.0)
+    here = PlannedDevice(usual_device(), has_host_memory=False, activation_share=0.0)
     found = hardware_for(question.hardware, here, None, may_measure=True)
     if found is None:
         raise ConfigError(
@@ -241,138 +267,7 @@ def machine_for(question: Question) -> Hardware:
     return found
 
 
-class _PlannedDevice(NamedTuple):
-    """What a plan depends on besides rates, of a device that this machine need not have."""
-
-    torch_device: torch.device
-    has_host_memory: bool
-    activation_share: float
-
-    @classmethod
-    def of(cls, hardware: Hardware) -> Self:
-        """Return the facts of a machine. Shapes are followed with the kernels of a device of this machine."""
-        is_accelerator = bool(hardware.device.runs_ahead)
-        here = usual_device() if is_accelerator else torch.device("cpu")
-        return cls(here, not is_accelerator, ACCELERATOR_SHARE if is_accelerator else 0.0)
-
-
-class _PlanRequest:
-    """One question, with its model and machine."""
-
-    def __init__(self, question: Question, cut: Partition, hardware: Hardware, limits: Limits) -> None:
-        self._question, self._cut, self._hardware, self._limits = question, cut, hardware, limits
-        self._machine, self._guess = _PlannedDevice.of(hardware), ""
-        # As in a run of outcore train: TRL, if it is installed, computes losses in tiles.
-        makes_logits = find_spec("trl") is None
-        self._loop = Loop(question.grad_accum, clips=question.clipping, is_promised=True, makes_logits=makes_logits)
-        self._profile_of = functools.cache(self._profile)
-
-    def answer(self) -> Answer:
-        """Choose as a run would."""
-        with of_a_node(self._question.ranks.per_node), self._as_in_a_run():
-            return self._chosen()
-
-    def usual(self) -> Plan:
-        """Follow the rule."""
-        with of_a_node(self._question.ranks.per_node), self._as_in_a_run():
-            options = self._options()  # what it computes is of no interest, but what it saves
-            return self._placed(options, Timed(self._cut, options, self._machine), searches=False).plan
-
-    def _options(self) -> Options:
-        return Options(
-            sample=self._sample(self._question.batch_size),
-            precision=self._cut.spec.precision,
-            hardware=NO_TIMES if self._guess else self._hardware,  # without times a run follows the rule
-            loop=self._loop,
-        )
-
-    def _chosen(self) -> Answer:
-        asked, profile = self._question, self._profile_of(self._question.batch_size)
-        options = self._options()
-        timed = Timed(self._cut, options, self._machine, profile=profile, ranks=asked.ranks)
-        placed = self._placed(options, timed)
-        ways = [placed.rule, placed.way]
-        if profile.footprint is not None and self._machine.activation_share:
-            # Where less memory is left, or more is saved, arguments may have to leave.
-            ways += [None, ActivationPolicy("host", "recompute")]
-        setting = Setting(
-            model=self._cut.spec,
-            hardware=self._hardware,
-            limits=self._limits,
-            profile_of=self._profile_of,
-            batch_size=asked.batch_size,
-            seq_len=asked.seq_len,
-            activation_share=self._machine.activation_share,
-            micro_batches=asked.grad_accum,
-            clipping=asked.clipping,
-            keeps_what_fits=timed.keeps_what_fits,
-            ways=tuple(dict.fromkeys([*ways, None])),
-            ranks=asked.ranks,
-        )
-        found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate), plan=placed.plan)
-        return Answer(question=asked, setting=setting, found=found, guess=self._guess)
-
-    def _placed(self, options: Options, timed: Timed, *, searches: bool = True) -> PlacedPlan:
-        """Return the plan of a run; for several ranks, also choose how they share weights."""
-
-        def make(cut: Partition, own: Timed) -> tuple[Plan, PlacedPlan]:
-            planner = Planner(cut, options, self._machine, self._limits, own)
-            placed = planner.placed() if searches else planner.usual()
-            return placed.plan, placed
-
-        ranks = self._question.ranks
-        if ranks.size == 1:
-            return make(self._cut, timed)[1]
-        self._cut, (_, placed) = fastest(_sharings(ranks), self._cut, timed, make, in_order=not searches)
-        return placed
-
-    @contextmanager
-    def _as_in_a_run(self) -> Iterator[None]:
-        """Autocast as a run has it, and attention as its device computes it."""
-        machine, is_fp16 = self._machine, self._cut.spec.precision == "fp16"
-        with torch.autocast(machine.torch_device.type, torch.float16, enabled=is_fp16), ExitStack() as following:
-            if not machine.has_host_memory and machine.torch_device.type == "cpu":
-                following.enter_context(fused_dropout())
-            yield
-
-    @cached_property
-    def _times(self) -> dict[str, UnitTimes]:
-        """Measured times of units over the batch that was asked for; empty if this machine cannot measure them."""
-        cut, where, sample = self._cut, self._machine.torch_device, self._sample(self._question.batch_size)
-        if not runs_here(cut, self._hardware, where):
-            return {}
-        with open_device(where) as device:
-            work = with_times(counted_work(cut, sample, where), cut, sample, device, self._hardware)
-        return {name: each.measured for name, each in work.items() if each.measured is not None}
-
-    def _sample(self, batch_size: int) -> dict[str, Any]:
-        return {**token_batch(batch_size, self._question.seq_len), "use_cache": False}
-
-    def _profile(self, batch_size: int) -> Profile:
-        """Follow the model on shapes; if that is impossible, estimate its work from its parameters alone."""
-        cut, sample, device = self._cut, self._sample(batch_size), self._machine.torch_device
-        try:
-            with self._as_in_a_run():
-                more, times = batch_size / self._question.batch_size, self._times
-                work = counted_work(cut, sample, device)
-                for name, each in times.items():
-                    if more == 1 or not (self._hardware.device.runs_ahead and each.is_launching):
-                        work[name] = dataclasses.replace(work[name], measured=each.times(more))
-                return Profile(work, footprint_of(cut, sample, device, makes_logits=self._loop.makes_logits))
-        except ConfigError as error:
-            with self._as_in_a_run():
-                refuse_failing(self._question.model, cut, sample, device)
-            self._guess = why_not_followed(error)
-        model, seq_len = cut.modules[0], self._question.seq_len
-        return Profile(unit_work(model, cut.spec, batch_size=batch_size, seq_len=seq_len), None)
-
-
-def _sharings(ranks: Ranks) -> list[Sharing]:
-    """Return the ways in which several ranks may share weights."""
-    return ["copy", *sharings_over_links(ranks)]
-
-
-def _limits(question: Question, hardware: Hardware) -> Limits:
+def limits_for(question: Question, hardware: Hardware) -> Limits:
     """Return the budgets of one rank: as given, else shares of the machine, divided among the ranks of a node."""
     count = question.gpus_per_node
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from outcore.command.plan.model_inputs import said_inputs
 from outcore.core.errors import ConfigError
 from outcore.model.partition import Partition
 from outcore.planner.forward.shapes import on_shapes
@@ -25,11 +26,11 @@ _PLAIN = (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError)
 _MOST_BYTES, _MOST_CHARACTERS = 2**28, 200
 
 
-def refuse_failing(name: str, cut: Partition, sample: Mapping[str, Any], device: torch.device) -> None:
+def refuse_failing(where: str, cut: Partition, sample: Mapping[str, Any], device: torch.device) -> None:
     """Refuse a model whose forward fails with this micro-batch: see [Note: proof].
 
     Args:
-        name: The model, as the user named it.
+        where: What the user named the model with.
         cut: A model that could not be followed.
         sample: Keyword arguments of its forward.
         device: The device with whose kernels it was followed.
@@ -45,11 +46,10 @@ def refuse_failing(name: str, cut: Partition, sample: Mapping[str, Any], device:
         failed = watch.failed
         if failed is None or failed.error is not error.__cause__ or not failed.fails_on_values():
             return
-        rows, length = sample["input_ids"].shape
         raise ConfigError(
-            f"--model '{name}': expected a model whose forward runs, but with {rows} x {length} tokens it fails in "
-            f"{failed.func.__name__}: {told(failed.error)}; correct config.json, or change --batch-size and "
-            "--seq-len"
+            f"{where}: expected a model whose forward runs, but with {said_inputs(sample)} it fails in "
+            f"{failed.func.__name__}: {told(failed.error)}; correct config.json, or change the inputs "
+            "(--batch-size, --seq-len, --input)"
         ) from failed.error
 
 
@@ -64,8 +64,8 @@ def why_not_followed(error: ConfigError) -> str:
     if error.__cause__ is None:
         return str(error)
     return (
-        f"its forward cannot be followed on shapes alone ({told(error.__cause__)}); a few steps of outcore train on "
-        "the machine show what they take"
+        f"its forward cannot be followed on shapes alone ({told(error.__cause__)}); a few steps on the machine "
+        "show what they take"
     )
 
 

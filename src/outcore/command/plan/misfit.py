@@ -10,16 +10,18 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outcore.command.plan.answer import usual_plan
 from outcore.command.plan.question import Question
-from outcore.command.train.model.source import ModelSource
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.core.quantities import format_bytes
 from outcore.planner.timing.known_hardware import known_hardware
 from outcore.preparation.with_ranks import of_node
 from outcore.spec.hardware import Hardware
+
+if TYPE_CHECKING:
+    from outcore.command.train.model.source import ModelSource
 
 _DEVICE, _DISK = "rtx-4090", "desktop-nvme"  # parts by which the disk is found
 _TIERS = {"device": "--device-memory", "host": "--host-memory", "disk": "--disk-size"}
@@ -132,7 +134,7 @@ def _tried(
 ) -> Advice:
     changed = dataclasses.replace(question, **changes)
     try:
-        taken = usual_plan(changed, source, hardware).tier_bytes
+        taken = usual_plan(changed, source, hardware)[0].tier_bytes
     except PlanInfeasibleError as error:
         return Advice(options, fits=False, needed_bytes=error.required_bytes, means=means)
     return Advice(options, fits=True, needed_bytes=of_node(taken, question.ranks.per_node), means=means)

@@ -139,7 +139,7 @@ def _asked(answer: Answer) -> str:
     each = " on each rank" if ranks.size > 1 else ""
     text = (
         f"{numel / 1e9:.2f} billion parameters in {len(answer.spec.units) - 1} units. A step is {steps}"
-        f"{asked.batch_size} x {asked.seq_len} tokens in {asked.precision}{each}, "
+        f"{asked.micro_batch} in {asked.precision}{each}, "
         f"{'with' if asked.clipping else 'without'} clipping."
     )
     shown = f" {ranks.size} ranks train together ({ranks}); memory, lanes and homes are those of one rank."

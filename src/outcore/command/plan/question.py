@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from outcore.command.plan.known_models import known_named
 from outcore.command.train.model.place import find_place
 from outcore.command.train.model.quantization import Quantization, quantization_of
-from outcore.command.train.settings.outcore_settings import MOST_TOKENS, RunPrecision
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
 from outcore.planner.timing.known_hardware import NO_TIMES, named_hardware
@@ -44,7 +44,8 @@ class Question(MachineQuestion):
 
     model: str
     batch_size: int
-    seq_len: int
+    seq_len: int | None
+    """Tokens of a sample; None: its inputs have no tokens."""
     grad_accum: int
     precision: str
     clipping: bool
@@ -55,9 +56,35 @@ class Question(MachineQuestion):
     """Rank of adapters; None: all weights are trained."""
     load_in_4bit: bool = False
     load_in_8bit: bool = False
+    inputs: Sequence[str] | None = None
+    """Inputs that are given, as ``--input`` takes them."""
 
-    def __post_init__(self) -> None:
-        tokens, ranks = self.batch_size * self.seq_len, self.nodes * self.gpus_per_node
+    @property
+    def counted(self) -> str:
+        """What a step is counted in."""
+        return "samples" if self.seq_len is None else "tokens"
+
+    @property
+    def micro_batch(self) -> str:
+        """Say the size of a micro-batch."""
+        return f"{self.batch_size} samples" if self.seq_len is None else f"{self.batch_size} x {self.seq_len} tokens"
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the base is quantised; None: it is not. Raises: ConfigError: It cannot be quantised so."""
+        return quantization_of(in_4bit=self.load_in_4bit, in_8bit=self.load_in_8bit, has_adapters=self.lora is not None)
+
+    def refuse_absent(self) -> None:
+        """Refuse what can be found wrong without planning.
+
+        Raises:
+            ConfigError: A number is too large, a size is none, or a word, the machine, the model or the quantisation
+                does not exist.
+        """
+        # Here, since outcore.plan needs none of the settings' own libraries.
+        from outcore.command.train.settings.outcore_settings import MOST_TOKENS, RunPrecision
+
+        tokens, ranks = self.batch_size * (self.seq_len or 1), self.nodes * self.gpus_per_node
         for flags, number, most, of in (
             ("--batch-size, --seq-len", tokens, MOST_TOKENS, "tokens in a micro-batch"),
             ("--grad-accum", self.grad_accum, _MOST_MICRO_BATCHES, "micro-batches in a step"),
@@ -71,18 +98,6 @@ class Question(MachineQuestion):
         ):
             if got not in words:
                 raise ConfigError(f"{flag}: expected one of {', '.join(words)}, but got '{got}'")
-
-    @property
-    def quantization(self) -> Quantization | None:
-        """How the base is quantised; None: it is not. Raises: ConfigError: It cannot be quantised so."""
-        return quantization_of(in_4bit=self.load_in_4bit, in_8bit=self.load_in_8bit, has_adapters=self.lora is not None)
-
-    def refuse_absent(self) -> None:
-        """Refuse what can be found wrong without planning.
-
-        Raises:
-            ConfigError: A size is none, or the machine, the model or the quantisation does not exist.
-        """
         for flag in ("device_memory", "host_memory", "disk_size"):
             if (size := getattr(self, flag)) is not None:
                 parse_bytes(size, what=f"--{flag.replace('_', '-')}")

@@ -69,10 +69,10 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     batch = f"{each}{asked.grad_accum} x " if asked.grad_accum > 1 else each
     ends = range_of(answer)
     step = f"{found.simulation.step_s:.4g} s (predicted{f', {ends.step_text}' if ends else ''})"
-    yield "step", f"{step} for {batch}{asked.batch_size} x {asked.seq_len} tokens"
+    yield "step", f"{step} for {batch}{asked.micro_batch}"
     of_all = " of all ranks" if ranks.size > 1 else ""
     yield (
-        "tokens",
+        asked.counted,
         f"{format_rate(answer.tokens_per_s)} per second (predicted{f', {ends.tokens_text}' if ends else ''}){of_all}",
     )
     lane, busy_s = answer.busiest_lane
@@ -91,6 +91,7 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     for (weights, gradients, states), count in homes.items():
         yield "units", f"{count} with weights on {weights}, gradients on {gradients}, states on {states}"
     yield from _activations(answer)
+    yield from (("note", note) for note in answer.notes)
     for said in order_texts(found.plan):
         yield "order", said
     staged = sum(unit.update == "device" for unit in found.plan.units)
@@ -188,8 +189,8 @@ def to_json(answer: Answer) -> str:
         **dataclasses.asdict(answer.question),
         "predicted_step_s": found.simulation.step_s,
         "predicted_step_s_range": ends and ends.step_s,
-        "predicted_tokens_per_s": answer.tokens_per_s,
-        "predicted_tokens_per_s_range": ends and ends.tokens_per_s,
+        f"predicted_{answer.question.counted}_per_s": answer.tokens_per_s,
+        f"predicted_{answer.question.counted}_per_s_range": ends and ends.tokens_per_s,
         "busiest_lane": dict(zip(("lane", "seconds"), answer.busiest_lane, strict=True)),
         "received_bytes": answer.received_bytes(),
         "binding": dict(found.simulation.binding),
@@ -202,6 +203,7 @@ def to_json(answer: Answer) -> str:
         "kept_bytes": found.plan.kept_bytes,
         "activations": answer.ways(),
         "not_followed": answer.guess or None,
+        "notes": answer.notes,
         "peak_bytes": answer.peak_bytes(),
         "node_peak_bytes": answer.of_node(answer.peak_bytes(), all_tiers=True),
         "peaks": [

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import sys
 import threading
 from collections import OrderedDict
@@ -33,6 +34,7 @@ from outcore.model.partition import Partition
 from outcore.torch_private import FAKE_LOG, FakeTensor, FakeTensorMode, pytree
 
 _ANSWERING = threading.RLock()
+_NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 
 class Shapes(NamedTuple):
@@ -73,6 +75,7 @@ def on_shapes(cut: Partition, sample: Mapping[str, Any], device: torch.device) -
         if sample.get("position_ids") is None:
             _answer(undo, "masking_utils", "find_packed_sequence_indices", _packs_nothing)
         _answer(undo, "integrations.moe", "_can_use_grouped_mm", _can_be_followed)
+        _leave_out_checks(undo)
 
         def forward(then: Callable[[list[Any]], None]) -> None:
             lent = _LentModel(model, then, Autocast.now(device))
@@ -100,6 +103,14 @@ def _answer(undo: ExitStack, where: str, name: str, answer: Callable[..., Any]) 
     ask = getattr(module, name)
     setattr(module, name, lambda x, *rest: answer(ask, x, *rest) if isinstance(x, FakeTensor) else ask(x, *rest))
     undo.callback(setattr, module, name, ask)
+
+
+def _leave_out_checks(undo: ExitStack) -> None:
+    """Have Transformers leave out checks of values, such as that images have as many tokens as a text has for them."""
+    undo.enter_context(_ANSWERING)
+    before = os.environ.get(_NO_CHECKS)
+    os.environ[_NO_CHECKS] = "1"
+    undo.callback(lambda: os.environ.pop(_NO_CHECKS) if before is None else os.environ.update({_NO_CHECKS: before}))
 
 
 def _packs_nothing(ask: Callable[..., Any], position_ids: torch.Tensor) -> None:

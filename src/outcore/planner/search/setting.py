@@ -24,10 +24,11 @@ class Setting:
     limits: Limits
     """The limits of a rank."""
     profile_of: Callable[[int], Profile]
-    """Sequences of a micro-batch -> what it computes and saves."""
+    """Samples of a micro-batch -> what it computes and saves."""
     batch_size: int
-    """Sequences of a micro-batch."""
-    seq_len: int
+    """Samples of a micro-batch."""
+    seq_len: int | None
+    """Tokens of a sample; None: it has none."""
     activation_share: float
     """The fraction of the device to leave to activations of unknown size; 0 if its budget does not include them."""
     micro_batches: int = 1
@@ -36,13 +37,17 @@ class Setting:
     """See ``PlanQuestion``."""
     ways: tuple[ActivationPolicy | None, ...] = (None,)
     """What may become of activations: see ``PlanQuestion``."""
+    may_be_plain: bool = True
+    """See ``PlanQuestion``."""
+    in_bf16: bool = False
+    """Whether the loop computes in bf16 whatever the dtype of the weights, as under autocast."""
     ranks: Ranks = ALONE
     """The ranks that train together. Batch size and micro-batches are per rank."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step of all ranks."""
-        return self.batch_size * self.seq_len * self.micro_batches * self.ranks.size
+        """Tokens of a step of all ranks; samples where there are no tokens."""
+        return self.batch_size * (self.seq_len or 1) * self.micro_batches * self.ranks.size
 
     @property
     def profile(self) -> Profile:
@@ -55,14 +60,14 @@ class Setting:
         return PlanQuestion(
             model=self.model,
             limits=self.limits,
-            rates=rates_for(self.hardware, self.model, profile.work, ranks=self.ranks),
+            rates=rates_for(self.hardware, self.model, profile.work, in_bf16=self.in_bf16, ranks=self.ranks),
             micro_batches=self.micro_batches,
             is_promised=not self.clipping,
             clipping=self.clipping,
             activation_share=self.activation_share,
             footprint=profile.footprint,
             keeps_what_fits=self.keeps_what_fits,
-            may_be_plain=True,
+            may_be_plain=self.may_be_plain,
             ways=self.ways,
         )
 

@@ -82,7 +82,8 @@ class _CountedUnit:
         if kind in known:
             work, result = known[kind]
             self._counter.add(self._name, work)
-            return pytree.tree_map_only(Shape, _again, result)
+            with self._counter.inside(is_causal=self._is_causal):  # making results is no work
+                return pytree.tree_map_only(Shape, _again, result)
         values, named = pytree.tree_unflatten(leaves, form)
         with self._counter.inside(is_causal=self._is_causal) as work:
             result = self._forward(*values, **named)
@@ -93,7 +94,8 @@ class _CountedUnit:
 
 
 def _again(shape: Shape) -> torch.Tensor:
-    return shape.empty().requires_grad_(shape.requires_grad)
+    """Return a result, computed from something: what comes next may change it in place."""
+    return shape.empty().requires_grad_(shape.requires_grad).clone()
 
 
 class _Counter(TorchDispatchMode):

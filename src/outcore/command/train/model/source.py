@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ _FETCHED = (
     *("*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*"),
     *(_WEIGHTS, "model-*-of-*.safetensors"),
 )
+_QUANTISED_BASES = ("bitsandbytes", "torchao")
+_DEQUANTISED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""Formats whose weights Transformers can load in full precision, and the settings for it."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "consolidated*.safetensors")
 
 
@@ -74,6 +78,8 @@ class ModelSource:
     """Transformers' name of an implementation; None: what Transformers takes by itself."""
     quantization: Quantization | None = None
     """Quantisation of linear layers; None: weights stay in full precision."""
+    stored_in: str = ""
+    """The format of weights that Transformers can load in bf16 instead, which is planned for; empty: there is none."""
 
     def quantised(self, asked: Quantization | None, *, has_adapters: bool) -> ModelSource:
         """Return the same model with its linear layers quantised, if they are not already.
@@ -118,28 +124,50 @@ def find_model(name: str, *, attention: str | None = None) -> ModelSource:
 
 
 def find_shapes(name: str) -> ModelSource:
-    """Find a model without its weights, for planning: from the hub, only the configuration is fetched."""
+    """Find a model of any kind without its weights, for planning. From the hub, only the configuration is fetched."""
     return _found(name, (CONFIG,), None)
 
 
 def _found(name: str, fetched: Sequence[str], attention: str | None) -> ModelSource:
     place = find_place(name, fetched)
-    folder = place.config.parent
+    folder, is_to_train = place.config.parent, fetched is _FETCHED
     try:
         loaded = _load_config(name, place)
-        weights = None if place.is_bare or fetched is not _FETCHED else _find_weights(name, folder)
+        if is_to_train:
+            _check_causal(f"--model '{name}'", loaded)
+        weights = None if place.is_bare or not is_to_train else _find_weights(name, folder)
     except OSError as error:
         raise unreadable(name, error, place.config) from error
     said = getattr(loaded, "quantization_config", None)
-    return ModelSource(name, loaded, weights, folder, attention, said and Quantization.stored_as(said))
+    method = str(said and said.get("quant_method"))
+    if said is None or method in _QUANTISED_BASES:
+        return ModelSource(name, loaded, weights, folder, attention, said and Quantization.stored_as(said))
+    if is_to_train or method not in _DEQUANTISED:
+        raise _stored_otherwise(name, method)
+    del loaded.quantization_config
+    return ModelSource(name, loaded, weights, folder, attention, stored_in=method)
 
 
-def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
+def _stored_otherwise(name: str, method: str) -> ConfigError:
+    advice = "name the model that it was made from"
+    if method in _DEQUANTISED:
+        way = f"quantization_config={_DEQUANTISED[method]}(dequantize=True)"
+        advice += f", or load it with from_pretrained(..., {way}), save it with save_pretrained, and name that folder"
+    return ConfigError(
+        f"--model '{name}': expected weights in full precision, or quantised by {' or '.join(_QUANTISED_BASES)}, but "
+        f"they are quantised by '{method}' (quantization_config in {CONFIG}); {advice}"
+    )
+
+
+def build_model(
+    source: ModelSource, precision: Precision, make: Callable[..., PreTrainedModel] | None = None
+) -> PreTrainedModel:
     """Build a model on the meta device, as ``from_pretrained`` would without its weights.
 
     Args:
         source: What ``find_model`` found.
         precision: ``fp32`` and ``fp16`` make parameters of that dtype, the others bf16 ones.
+        make: Makes the model from its configuration; None: a causal language model.
 
     Raises:
         ConfigError: No model can be built from its configuration.
@@ -148,13 +176,12 @@ def build_model(source: ModelSource, precision: Precision) -> PreTrainedModel:
     """
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     where = f"--model '{source.name}'"
+    made = make or functools.partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
 
     def build(attention: str | None = None) -> PreTrainedModel:
         config = copy.deepcopy(source.config)  # building changes it
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-            )
+            return made(config, dtype=dtype, attn_implementation=attention)
 
     try:
         model = build()
@@ -280,7 +307,6 @@ def _load_config(name: str, place: Place) -> PretrainedConfig:
             "correct it"
         ) from error
     config.name_or_path = place.source  # an adapter is saved with it, to know its base
-    _check_causal(where, config)
     return config
 
 
@@ -300,12 +326,6 @@ def _check_config(where: str, raw: dict[str, Any]) -> None:
                 f"{where}: expected a model that can be built, of 1 to {_MOST:,} layers and at most as many experts, "
                 f"but {CONFIG} has {key} {number:,}; correct it"
             )
-    said = raw.get("quantization_config")
-    if said is not None and not (isinstance(said, dict) and said.get("quant_method") in ("bitsandbytes", "torchao")):
-        raise ConfigError(
-            f"{where}: expected weights in full precision, or quantised by bitsandbytes or torchao, but it is "
-            "quantized in another way; name the model that it was made from"
-        )
 
 
 def _counts(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
