@@ -28,10 +28,12 @@ SPEECH = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_atte
 SPEECH |= {"decoder_attention_heads": 4, "max_source_positions": 50, "max_target_positions": 20, "num_mel_bins": 8}
 SPEECH |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAVA = {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": {**VISION, "model_type": "clip_vision_model"}}
+RESNET = {"embedding_size": 16, "layer_type": "basic"}  # blocks of equal weights with other strides, and in place
 CONFIGS: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": {"model_type": "bert", **TEXT},
     "T5ForConditionalGeneration": {"model_type": "t5", "vocab_size": 99, "d_model": 32, "num_layers": 2, "d_ff": 48},
     "ViTForImageClassification": {"model_type": "vit", **VISION},
+    "ResNetForImageClassification": {"model_type": "resnet", "hidden_sizes": [64, 64], "depths": [2, 2], **RESNET},
     "WhisperForConditionalGeneration": {"model_type": "whisper", **SPEECH},
     "LlavaForConditionalGeneration": {"model_type": "llava", "image_token_index": 98, **LLAVA},
 }
@@ -48,6 +50,7 @@ def config_of(name: str, folder: Path, **more: Any) -> Path:
         ("BertForMaskedLM", "tokens", "2 x 16 tokens"),
         ("T5ForConditionalGeneration", "tokens", "2 x 16 tokens"),
         ("ViTForImageClassification", "samples", "2 samples"),
+        ("ResNetForImageClassification", "samples", "2 samples"),
         ("WhisperForConditionalGeneration", "samples", "2 samples"),
         ("LlavaForConditionalGeneration", "tokens", "2 x 16 tokens"),
     ],

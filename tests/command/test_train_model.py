@@ -352,7 +352,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "quantized": (
         config(quantization_config={"quant_method": "gptq"}),
-        "but it is quantized in another way",
+        "but they are quantised by .gptq.",
     ),
     "encoder and decoder": (config(config={"model_type": "t5"}), "causal language model, but t5 is not one"),
     "no language model": (config(config={"model_type": "vit"}), "causal language model, but vit is not one"),

@@ -80,8 +80,8 @@ def arguments_of(
 def kind_of(module: nn.Module, leaves: Sequence[Any], form: Any) -> Hashable:
     """Return a key that is equal for calls that do the same.
 
-    Whole numbers and switches among the attributes of modules count, such as a window of attention. The number of a
-    layer does not, nor do other numbers, such as a rate of dropout.
+    Types of modules count, and whole numbers and switches among their attributes, such as a window of attention or the
+    strides of a convolution. The number of a layer does not, nor do other numbers, such as a rate of dropout.
 
     Args:
         module: That is called.
@@ -92,10 +92,12 @@ def kind_of(module: nn.Module, leaves: Sequence[Any], form: Any) -> Hashable:
         (name, value)
         for part in module.modules()
         for name, value in vars(part).items()
-        if type(value) in (bool, int) and not name.startswith("_") and not name.endswith(_NUMBERS)
+        if (type(value) in (bool, int) or (type(value) is tuple and all(type(each) is int for each in value)))
+        and not name.startswith("_")
+        and not name.endswith(_NUMBERS)
     ]
     shapes = (*map(_shape, module.parameters()), *map(_shape, leaves))
-    return type(module), module.training, *settings, *shapes, str(form)
+    return *map(type, module.modules()), module.training, *settings, *shapes, str(form)
 
 
 def _shape(value: Any) -> Any:
