@@ -13,7 +13,7 @@ from outcore.spec.lane_names import Lane
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 BESIDE = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")),
     *(page for folder in ("benchmarks", "research", "tests") for page in (ROOT / folder).rglob("reports/*.md")),
 ]
 
