@@ -52,7 +52,7 @@ ROOM_LINES = {
     "optim": 2_628,
     "order": 2_456,
     "planner": 6_499,  # models whose forward checks values, such as vision-language ones, are followed
-    "preparation": 1_032,
+    "preparation": 1_031,
     "probe": 1_571,
     "ranks": 889,  # refuses what other libraries replicate, which was in "engine"
     "spec": 2_406,  # cards without bf16, and figures of a user in place of known ones

@@ -33,6 +33,7 @@ from outcore.preparation.forecast import DeviceFacts, Loop, asked_hardware, hard
 from outcore.preparation.prepare_options import Options, tier_of_activations
 from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Budget, Limits
+from outcore.spec.hardware import Hardware
 from outcore.spec.plan import AwayTier, Plan, UnitPlan
 
 _DEVICE_SHARE = 0.9  # of free memory, if there is no budget: the rest is for the driver and fragmentation
@@ -132,15 +133,9 @@ class Timed:
         autocast = Autocast.now(device.torch_device)
         with autocast.off():  # since the machine may be measured now
             hardware = hardware_for(options.hardware, device, options.budget.paths, may_measure=may_measure)
-        work = None if hardware is None else self._work()
+        work = None if hardware is None else self._work(hardware)
         if hardware is None or work is None:
             return None
-        if (
-            isinstance(device, Device)
-            and options.compile is False
-            and runs_here(self._cut, hardware, device.torch_device)
-        ):
-            work = with_times(work, self._cut, options.sample, device, hardware)
         steps = options.accumulation_steps
         loop = options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None)
         return PlanQuestion(
@@ -163,15 +158,19 @@ class Timed:
         """
         return not (Autocast.now(self._device.torch_device).is_on and torch.is_autocast_cache_enabled())
 
-    def _work(self) -> Mapping[str, UnitWork] | None:
+    def _work(self, hardware: Hardware) -> Mapping[str, UnitWork] | None:
         """Return the work of units; None, with a warning, if the model cannot be followed on shapes alone."""
         if self._profile is not None:
             return self._profile.work
+        sample, device, is_compiled = self._options.sample or {}, self._device, self._options.compile is not False
         try:
-            return counted_work(self._cut, self._options.sample or {}, self._device.torch_device)
+            work = counted_work(self._cut, sample, device.torch_device)
         except ConfigError as error:
             warnings.warn(f"the plan was made without predicted times: {error}", stacklevel=2)
             return None
+        if is_compiled or not isinstance(device, Device) or not runs_here(self._cut, hardware, device.torch_device):
+            return work
+        return with_times(work, self._cut, sample, device, hardware)
 
     @functools.cached_property
     def footprint(self) -> Footprint | None:
