@@ -94,9 +94,7 @@ def env(
 @app.command()
 def probe(
     *,
-    disk_dir: Annotated[
-        list[Path] | None, typer.Option(help="Folder of the disk tier, to measure it too; repeat it for more.")
-    ] = None,
+    disk_dir: Annotated[list[Path] | None, typer.Option(help="Folder of the disk tier to measure; repeatable.")] = None,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; the accelerator by default.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write the measurements to, for --hardware.")
