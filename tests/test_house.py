@@ -42,7 +42,7 @@ ROOM = 13  # files in a folder: about as many as a reader keeps in mind
 ROOM_LINES = {
     "": 1_031,  # outcore.plan
     "checkpoint": 4_391,
-    "command": 9_997,  # any model of Transformers is planned, from Python too; four ways to train in --fit
+    "command": 10_233,  # any model is planned, from Python too; four ways to train in --fit; recipes and a verdict
     "core": 284,
     "device": 2_599,
     "engine": 11_510,
@@ -51,7 +51,7 @@ ROOM_LINES = {
     "model": 1_507,  # models whose calls differ in strides are planned right
     "optim": 2_628,
     "order": 2_456,
-    "planner": 6_499,  # models whose forward checks values, such as vision-language ones, are followed
+    "planner": 6_424,  # models whose forward checks values, such as vision-language ones, are followed
     "preparation": 1_031,
     "probe": 1_571,
     "ranks": 889,  # refuses what other libraries replicate, which was in "engine"

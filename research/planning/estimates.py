@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from outcore.command.plan import recipes
 from outcore.command.plan.answer import Answer, answer_for, machine_for
 from outcore.command.plan.known_models import known_models
 from outcore.core.errors import PlanInfeasibleError
-from outcore.planner.search import changes
+from outcore.planner.search import curves
 from outcore.planner.search.search import search
 from outcore.planner.search.setting import Setting
 
@@ -44,11 +45,11 @@ def answer_of(asked: Asked) -> Answer:
 def gains(answer: Answer) -> Iterator[tuple[str, float, float]]:
     """Yield of the changes that help most the name, the estimated gain, and that of a search."""
     setting, step_s = answer.setting, answer.found.simulation.step_s
-    changed = {name: other for name, _, other in changes._changed(setting)}
-    for change in changes.best_changes(setting, answer.found):
-        other = changed[change.name]
-        searched_s = search(other.job()).simulation.step_s
-        yield change.name, change.gain, step_s * other.tokens / setting.tokens / searched_s
+    for recipe, _, factor in recipes.gains(answer):
+        other = recipes._setting_with(recipe, answer)
+        if other is not None:
+            searched_s = search(other.job()).simulation.step_s
+            yield recipe.options, factor, step_s * other.tokens / setting.tokens / searched_s
 
 
 def over_search(answer: Answer) -> Iterator[tuple[str, list[float]]]:
@@ -59,7 +60,7 @@ def over_search(answer: Answer) -> Iterator[tuple[str, list[float]]]:
         "host_memory": lambda value: setting.with_limits(host_bytes=value),
         "batch": lambda value: replace(setting, batch_size=value),
     }
-    for name, points in changes.curves(setting, answer.found)._asdict().items():
+    for name, points in curves.curves(setting, answer.found)._asdict().items():
         found = list[float]()
         for point in points:
             if point.step_s is None or point.is_today:
@@ -76,9 +77,9 @@ def main() -> None:
     for asked in ASKED:
         answer = answer_of(asked)
         start_s = time.process_time()
-        _ = changes.best_changes(answer.setting, answer.found)
+        _ = recipes.gains(answer)
         helps_s, start_s = time.process_time() - start_s, time.process_time()
-        _ = changes.curves(answer.setting, answer.found)
+        _ = curves.curves(answer.setting, answer.found)
         curves_s = time.process_time() - start_s
         print(f"{asked.model}, {asked.hardware}, {asked.device_memory} and {asked.host_memory}:", end=" ")
         print(f"{helps_s:.1f} s for the gains, {curves_s:.1f} s for the curves", flush=True)

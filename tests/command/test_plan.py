@@ -21,6 +21,7 @@ from outcore.command.plan import answer as planning
 from outcore.command.plan import plan_request
 from outcore.command.plan.answer import answer
 from outcore.command.plan.question import Question
+from outcore.command.plan.recipes import gains
 from outcore.command.train.model.source import build_model, find_model
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import parse_bytes
@@ -42,6 +43,7 @@ SMALL = ("--device-memory", "2MiB", "--host-memory", "4MiB", "--batch-size", 2, 
 def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, config_json: Path):
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
     assert done.status == 0, done.err
+    assert re.match(r"Fits\. \S+ tokens/s: a million tokens take \S+ \w+\. Limited by .+ of the step\)\.", done.out)
     lines = dict(line.split(maxsplit=1) for line in done.out.splitlines() if line)
     assert {
         "model",
@@ -49,7 +51,7 @@ def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, 
         "step",
         "tokens",
         "busiest",
-        "binds",
+        "limited",
         "busy",
         "waits",
         "units",
@@ -133,7 +135,10 @@ def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp
     assert found["least_bytes"]["device"] <= found["least_bytes_with_others_as_given"]["device"]
     assert sum(way["units"] for way in found["activations"]) == 3
     assert 0 < found["activation_bytes"] <= found["workspace_bytes"] + found["kept_bytes"]
-    assert [change["gain"] > 1 for change in found["changes"]] == [True] * len(found["changes"])
+    assert found["recipes"]
+    assert all(recipe["gain"] >= 1.02 for recipe in found["recipes"])
+    results = [recipe["result"] for recipe in found["recipes"]]
+    assert results == sorted(results, key=["same bits", "other rounding", "other training"].index)
     assert Plan.load(plan) == Plan.from_json(json.dumps(found["plan"]))
     assert Plan.load(plan).accumulation_steps == 2
 
@@ -235,7 +240,7 @@ def test_a_run_of_a_model_that_cannot_be_followed_would_have_the_same_plan(
     dataclasses.replace(machine, host=slow).save(tmp_path / "hardware.json")
     found = answer(asked(config_json, tmp_path / "hardware.json", device_memory="700KiB"))
     assert {unit.update for unit in found.found.plan.units} == {"host"}
-    assert found.changes == ()
+    assert gains(found) == ()
 
 
 def asked(config_json: Path, hardware: Path | None, **more: object) -> Question:

@@ -29,9 +29,10 @@ def test_it_is_json_a_page_and_text(command: Run, wide: Path, tmp_path: Path):
     assert found["required_bytes"]["host"] > 24 * 2**20
     assert "no placement fits" in found["message"]
     assert "no placement fits" in done.err
-    fitting = [each["options"] for each in found["advice"] if each["fits"]]
-    assert [each["options"] for each in found["advice"]][: len(fitting)] == fitting
+    fitting = [each["options"] for each in found["recipes"] if each["fits"]]
+    assert [each["options"] for each in found["recipes"]][: len(fitting)] == fitting
     assert fitting[0] == "--lora 16"  # options before hardware
+    assert {each["result"] for each in found["recipes"]} == {"same bits", "other rounding", "other training"}
     assert fitting[-1] == "a disk, such as desktop-nvme"
     page = (tmp_path / "page.html").read_text()
     for options in fitting:
@@ -42,7 +43,7 @@ def test_it_is_json_a_page_and_text(command: Run, wide: Path, tmp_path: Path):
 
 def test_what_is_advised_does(command: Run, wide: Path):
     asked = ("plan", "--model", wide, *MACHINE, "--device-memory", "24MiB", "--host-memory", "24MiB")
-    advice = json.loads(command(*asked, "--json").out)["advice"]
+    advice = json.loads(command(*asked, "--json").out)["recipes"]
     kinds = {" ".join(re.findall("--[a-z-0-9]+", each["options"])) for each in advice}
     assert {"--lora", "--optim", "--master-format", "--precision", "--batch-size --grad-accum"} <= kinds
     for each in advice:

@@ -1,4 +1,4 @@
-"""Which other settings would help, estimated from the plan that was found."""
+"""Changed settings, estimated from the plan that was found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planner.homes.activation_policies import ActivationPolicy, Activations
 from outcore.planner.homes.placement import fitting, least, place
-from outcore.planner.search.changes import best_changes, curves
+from outcore.planner.search.curves import curves
 from outcore.planner.search.search import Found, search
 from outcore.planner.search.setting import Setting
 from outcore.planner.timing.known_hardware import known_hardware
@@ -56,21 +56,9 @@ def case() -> tuple[Setting, Found]:
     return setting, search(setting.job())
 
 
-def test_each_change_has_a_gain_that_a_search_confirms(case):
+def test_an_estimate_is_no_slower_than_the_plan_that_was_found(case):
     setting, found = case
-    changes = best_changes(setting, found, most=99)
-    assert all(change.gain > 1 for change in changes)
-    more_host = next(change for change in changes if "host memory" in change.name)
-    again = search(setting.with_limits(host_bytes=2 * setting.limits.host_bytes).job())
-    assert again.simulation.step_s <= more_host.step_s * 1.001
-    assert more_host.step_s <= again.simulation.step_s * 1.1
-    assert more_host.gain == pytest.approx(found.simulation.step_s / more_host.step_s)
-
-
-def test_the_best_changes_are_those_of_more(case):
-    three, more = best_changes(*case), best_changes(*case, most=99)
-    assert len(three) == 3
-    assert {change.name: change for change in three}.items() <= {change.name: change for change in more}.items()
+    assert search(setting.job(), known=[found.candidate], effort=0.01).simulation.step_s <= found.simulation.step_s
 
 
 def test_an_estimate_fills_the_room_that_the_known_plan_leaves():

@@ -126,7 +126,7 @@ def test_is_never_slower_than_todays_rule_and_says_why_others_lost(case):
     assert found.simulation.step_s == pytest.approx(step_s(job, run), rel=0.02)
     assert found.runners_up
     for other in found.runners_up:
-        assert "binds" in other.reason or "lacks" in other.reason or other.reason == "equally fast"
+        assert "limited by" in other.reason or "lacks" in other.reason or other.reason == "equally fast"
         assert (other.step_s is None) == ("lacks" in other.reason)
 
 

@@ -156,7 +156,7 @@ def plan(  # noqa: PLR0913 (one option each)
     html: Annotated[Path | None, typer.Option(help="File to write a page to, for any browser.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON object.")] = False,
 ) -> None:
-    """Say whether a model fits a machine, how fast it would train there, what binds, and why other plans lost."""
+    """Say whether a model fits a machine, how fast it would train there, and what limits it."""
     given = {**locals(), "model": model or ""}
     refuse_missing(*TRAINING)
     if fit == (model is not None):
@@ -204,6 +204,7 @@ def _fit(asked: Question, at_least: float, *, as_json: bool) -> None:
 
 def _plan(asked: Question, out: Path | None, html: Path | None, *, as_json: bool) -> None:
     from outcore.command.plan.answer import answer_for, machine_for, source_of
+    from outcore.command.plan.recipes import gains
     from outcore.command.plan.text import to_json, to_text
     from outcore.command.terminal import fitted
 
@@ -223,11 +224,12 @@ def _plan(asked: Question, out: Path | None, html: Path | None, *, as_json: bool
         raise
     if out is not None:
         found.found.plan.save(out)
+    helping = gains(found)
     if html is not None:
         from outcore.command.plan.page import write_page
 
-        write_page(found, html)
-    print(to_json(found) if as_json else fitted(to_text(found), sys.stdout))
+        write_page(found, helping, html)
+    print(to_json(found, helping) if as_json else fitted(to_text(found, helping), sys.stdout))
 
 
 def _run(method: Method, given: Mapping[str, Any]) -> None:

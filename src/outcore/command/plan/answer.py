@@ -27,7 +27,6 @@ from outcore.planner.homes.occupancy import TierLoad, occupancy, peak_of
 from outcore.planner.homes.placement import Least, least
 from outcore.planner.homes.pools import LEAST, pools_for
 from outcore.planner.paper.paper_schedule import Circumstances
-from outcore.planner.search.changes import SettingChange, best_changes
 from outcore.planner.search.search import Found, explain
 from outcore.planner.search.setting import Setting
 from outcore.planner.timing.simulate import steps_until_settled
@@ -92,11 +91,6 @@ class Answer:
         """Predicted tokens per second of all ranks together; samples where there are no tokens."""
         step_s = self.found.simulation.step_s
         return self.setting.tokens / step_s if step_s else 0.0
-
-    @cached_property
-    def changes(self) -> tuple[SettingChange, ...]:
-        """The changes that would help most; none if the model could not be followed on shapes."""
-        return () if self.guess else best_changes(self.setting, self.found)
 
     @property
     def busiest_lane(self) -> tuple[str, float]:

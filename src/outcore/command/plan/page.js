@@ -57,7 +57,20 @@
   // The beginning.
 
   byId("title").textContent = `${data.model} on ${data.machine}`;
+  byId("verdict").textContent = data.verdict;
   byId("asked").textContent = data.asked;
+  const duration = (s) => {
+    const [name, length] = [["days", 86400], ["hours", 3600], ["minutes", 60]].find(([, n]) => s >= 1.5 * n) || ["seconds", 1];
+    return `${plain(s / length)} ${name}`;
+  };
+  const estimate = () => {
+    const s = (1e6 * Math.max(+byId("tokens").value || 0, 0)) / data.tokens_per_s, takes = byId("takes");
+    const worn = data.drive_days ? s / 86400 / data.drive_days : 0;
+    takes.textContent = `${duration(s)}${worn ? `, and ${plain(100 * worn)}% of the drive's life` : ""}.`;
+    takes.className = worn > 0.1 ? "short" : "";
+  };
+  byId("tokens").oninput = estimate;
+  estimate();
   for (const [name, value, more] of data.facts) {
     const box = put(byId("facts"), "div");
     put(box, "dt", name);
@@ -314,10 +327,11 @@
     const say = (value) => (curve.is_bytes ? bytes(value) : String(value));
     const figure = put(byId("curves"), "figure");
     put(figure, "figcaption", curve.name);
-    const W = 400, H = 240, left = 50, right = 14, top = 14, bottom = 34;
+    const W = 400, H = 260, left = 50, right = 14, top = 28, bottom = 50;
     const points = curve.points, logs = points.map((p) => Math.log2(p.value));
     const low = Math.min(...logs), high = Math.max(...logs, low + 1e-9);
-    const largest = Math.max(...points.map((p) => p.step_s || 0)) || 1;
+    const rate = (p) => p.tokens / p.step_s;
+    const largest = Math.max(...points.map((p) => (p.step_s ? rate(p) : 0))) || 1;
     const tick = nice(largest / 4), ceiling = Math.ceil(largest / tick) * tick;
     const x = (value) => left + ((Math.log2(value) - low) / (high - low)) * (W - left - right);
     const y = (s) => H - bottom - (s / ceiling) * (H - top - bottom);
@@ -325,8 +339,10 @@
     const svg = draw(figure, "svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${curve.name}. ${said}` });
     for (let s = 0; s <= ceiling * 1.0001; s += tick) {
       draw(svg, "line", { x1: left, x2: W - right, y1: y(s), y2: y(s), style: "stroke: var(--grid)" });
-      draw(svg, "text", { x: left - 6, y: y(s) + 4, "text-anchor": "end" }, seconds(+s.toPrecision(4)));
+      draw(svg, "text", { x: left - 6, y: y(s) + 4, "text-anchor": "end" }, plain(+s.toPrecision(4)));
     }
+    draw(svg, "text", { x: 0, y: 14 }, "tokens per second");
+    draw(svg, "text", { x: (left + W - right) / 2, y: H - 6, "text-anchor": "middle" }, curve.name.toLowerCase());
     const fitting = points.filter((p) => p.step_s !== null), missing = points.filter((p) => p.step_s === null);
     if (missing.length && fitting.length) {
       const isLow = missing[0].value < fitting[0].value;
@@ -334,21 +350,21 @@
       draw(svg, "rect", { x: isLow ? left : edge, y: top, width: isLow ? edge - left : W - right - edge, height: H - top - bottom, style: "fill: var(--wait); opacity: .1" });
       draw(svg, "text", { x: isLow ? left + 4 : W - right - 4, y: top + 13, "text-anchor": isLow ? "start" : "end" }, "does not fit");
     }
-    draw(svg, "polyline", { points: fitting.map((p) => `${x(p.value)},${y(p.step_s)}`).join(" "), style: "fill: none; stroke: var(--device); stroke-width: 2; stroke-linejoin: round" });
+    draw(svg, "polyline", { points: fitting.map((p) => `${x(p.value)},${y(rate(p))}`).join(" "), style: "fill: none; stroke: var(--device); stroke-width: 2; stroke-linejoin: round" });
     let labelled = -99;
     for (const p of points) {
       if (p.is_today || x(p.value) - labelled > 62) {
         const isFree = points.every((q) => !q.is_today || q === p || Math.abs(x(q.value) - x(p.value)) > 62);
         if (p.is_today || isFree) {
           const px = Math.min(Math.max(x(p.value), left + 8), W - right - 18);
-          draw(svg, "text", { x: px, y: H - 14, "text-anchor": "middle", style: p.is_today ? "font-weight: 600; fill: var(--ink)" : "" }, say(p.value));
+          draw(svg, "text", { x: px, y: H - bottom + 18, "text-anchor": "middle", style: p.is_today ? "font-weight: 600; fill: var(--ink)" : "" }, say(p.value));
           labelled = x(p.value);
         }
       }
       if (p.step_s === null) continue;
       const said = `${say(p.value)}: ${seconds(p.step_s)} per step, ${plain(p.tokens / p.step_s)} tokens per second${p.is_today ? " (today)" : ""}`;
-      if (p.is_today) draw(svg, "circle", { cx: x(p.value), cy: y(p.step_s), r: 9, style: "fill: none; stroke: var(--device); stroke-width: 2", class: "today" });
-      const dot = draw(svg, "circle", { cx: x(p.value), cy: y(p.step_s), r: p.is_today ? 5 : 4, style: "fill: var(--device); stroke: var(--card); stroke-width: 1.5" });
+      if (p.is_today) draw(svg, "circle", { cx: x(p.value), cy: y(rate(p)), r: 9, style: "fill: none; stroke: var(--device); stroke-width: 2", class: "today" });
+      const dot = draw(svg, "circle", { cx: x(p.value), cy: y(rate(p)), r: p.is_today ? 5 : 4, style: "fill: var(--device); stroke: var(--card); stroke-width: 1.5" });
       draw(dot, "title", {}, said);
     }
   }
@@ -356,13 +372,14 @@
 
   // The rest.
 
-  for (const change of data.changes) {
+  for (const recipe of data.recipes) {
     const item = put(byId("changes"), "li");
-    put(item, "b", `${change.gain.toFixed(2)}×`);
-    put(item, "strong", change.name);
-    put(item, "span", `${seconds(change.step_s)} per step, ${plain(change.tokens_per_s)} tokens per second. Effort: ${change.effort}.`);
+    put(item, "b", `${recipe.gain.toFixed(2)}×`);
+    put(item, "strong", recipe.options);
+    put(item, "span", `${seconds(time.step_s)} → ${seconds(recipe.step_s)} per step, ${plain(recipe.tokens_per_s)} tokens per second`);
+    put(item, "span", recipe.result + (recipe.means && `: ${recipe.means}`));
   }
-  if (!data.changes.length) put(byId("changes"), "li", "No change that was tried gains one percent.");
+  if (!data.recipes.length) put(byId("changes"), "li", "No recipe that was tried gains two percent.");
   table(byId("others"), ["plan", "step", "why not"], data.runners_up.map((o) => [o.name, o.step_s === null ? "" : seconds(o.step_s), o.reason]), [1]);
   table(byId("least"), ["tier", "others as given", "all at once, the least device first"], TIERS.map((t) => [t, t in data.least.with_others ? needed(data.least.with_others[t]) : "no amount alone", needed(data.least.at_all[t])]), [1, 2]);
   table(byId("sources"), ["part", "figure", "value", "source"], data.sources.map((s) => [s[0], s[1].replaceAll("_", " "), plain(s[2]), s[3]]), [2]);

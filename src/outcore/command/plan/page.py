@@ -12,10 +12,19 @@ from typing import Any
 
 from outcore.command.plan.answer import Answer
 from outcore.command.plan.misfit import Misfit
-from outcore.command.plan.text import drive_life, order_texts, range_of, received_text
+from outcore.command.plan.recipes import Gain
+from outcore.command.plan.text import (
+    drive_days,
+    drive_life,
+    limits_text,
+    order_texts,
+    range_of,
+    received_text,
+    verdict_of,
+)
 from outcore.core.errors import ConfigError
 from outcore.core.quantities import format_bytes, format_rate
-from outcore.planner.search.changes import CurvePoint, curves
+from outcore.planner.search.curves import CurvePoint, curves
 from outcore.planner.timing.rank_layout import links_of, network_of
 from outcore.spec.budget import reservations
 from outcore.spec.plan import TIERS, UnitPlan
@@ -49,16 +58,20 @@ _LANES = {
     "link": "gathers weights that are cut over ranks",
 }
 """What each lane does."""
-_EFFORTS = {1: "an option of the run", 2: "an added part", 3: "a replaced part", 4: "another device"}
 
 
-def write_page(answer: Answer, path: Path) -> None:
+def write_page(answer: Answer, helping: Sequence[Gain], path: Path) -> None:
     """Write the page.
+
+    Args:
+        answer: What it shows.
+        helping: The recipes that would help.
+        path: The file.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    _write(path, page(facts_of(answer)))
+    _write(path, page(facts_of(answer, helping)))
 
 
 def write_misfit(misfit: Misfit, path: Path) -> None:
@@ -91,13 +104,16 @@ def _asset(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
-def facts_of(answer: Answer) -> dict[str, Any]:
-    """Return all that the page shows."""
+def facts_of(answer: Answer, helping: Sequence[Gain] = ()) -> dict[str, Any]:
+    """Return all that the page shows. Args: helping: The recipes that would help."""
     asked, simulation = answer.question, answer.found.simulation
     return {
         "model": _short(asked.model),
         "machine": answer.hardware.name,
+        "verdict": verdict_of(answer),
         "asked": _asked(answer),
+        "tokens_per_s": answer.tokens_per_s,
+        "drive_days": drive_days(answer),
         "facts": list(_facts(answer)),
         "tiers": list(_tiers(answer)),
         "units": list(_units(answer)),
@@ -109,15 +125,14 @@ def facts_of(answer: Answer) -> dict[str, Any]:
         ),
         "lanes": list(_lanes(answer)),
         "curves": _curves(answer),
-        "changes": [
+        "recipes": [
             {
-                "name": change.name,
-                "gain": change.gain,
-                "step_s": change.step_s,
-                "tokens_per_s": change.gain * answer.tokens_per_s,
-                "effort": _EFFORTS[int(change.effort)],
+                **gain.recipe.facts,
+                "gain": gain.factor,
+                "step_s": gain.step_s,
+                "tokens_per_s": gain.factor * answer.tokens_per_s,
             }
-            for change in answer.changes
+            for gain in helping
         ],
         "runners_up": [dataclasses.asdict(other) for other in answer.found.runners_up],
         "least": {"at_all": answer.least.at_all, "with_others": answer.least.with_others},
@@ -166,7 +181,7 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str, str]]:
     binds = sorted(found.simulation.binding.items(), key=lambda item: -item[1])
     rest = ", ".join(f"{link.replace('_', ' ')} {part:.0%}" for link, part in binds[1:3] if part >= 0.01)
     if binds:
-        yield "Binds", binds[0][0].replace("_", " "), f"{binds[0][1]:.0%} of the step" + (f"; {rest}" if rest else "")
+        yield "Limited by", limits_text(binds[0][0]), f"{binds[0][1]:.0%} of the step" + (f"; {rest}" if rest else "")
     kept = answer.found.plan.kept_bytes
     nbytes = answer.activation_bytes
     most = "" if nbytes is None else "at most "

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from outcore.command.plan.answer import Answer
+from outcore.command.plan.recipes import Gain
 from outcore.core.quantities import format_bytes, format_rate
 from outcore.planner.search.evaluations import Evaluations
 from outcore.spec.layout import states_bytes
@@ -17,6 +18,8 @@ from outcore.spec.plan_table import plan_table
 from outcore.spec.timeline import COMPUTE
 
 _DAY_S = 86400.0
+_SHORT_DAYS = 365.0
+"""A drive that lasts less than this is worth a warning."""
 
 
 class Range(NamedTuple):
@@ -46,12 +49,57 @@ def range_of(answer: Answer) -> Range | None:
     return Range((fast_s, slow_s), (tokens / slow_s, tokens / fast_s)) if fast_s else None
 
 
-def to_text(found: Answer) -> str:
-    """Return the answer as text: what is predicted, where everything lives, and which plans lost and why."""
-    rows = [*_facts(found), *_memory(found), *_runners_up(found), *_helps(found)]
+_LIMITS = {
+    "compute": "computation on the device",
+    "update": "optimizer updates on the processor",
+    "device_update": "optimizer updates on the device",
+    "h2d": "copies from host memory to the device",
+    "d2h": "copies from the device to host memory",
+    "disk_read": "what is read from the drive in every step",
+    "disk_write": "what is written to the drive in every step",
+}
+"""Links of a machine -> what limits a step, in words."""
+
+
+def limits_text(link: str) -> str:
+    """Say in words what limits a step. Args: link: As ``Simulation.binding`` names it."""
+    return _LIMITS.get(link, link.replace("_", " "))
+
+
+def verdict_of(answer: Answer) -> str:
+    """Say in two or three sentences that the model fits, how fast it trains, and what limits it."""
+    tokens_per_s, binding = answer.tokens_per_s, answer.found.simulation.binding
+    if not tokens_per_s:
+        return "Fits."
+    said = [f"Fits. {format_rate(tokens_per_s)} tokens/s: a million tokens take {_duration(1e6 / tokens_per_s)}."]
+    if binding:
+        link, part = max(binding.items(), key=lambda item: item[1])
+        said.append(f"Limited by {limits_text(link)} ({part:.0%} of the step).")
+    days = drive_days(answer)
+    if days is not None and days < _SHORT_DAYS:
+        said.append(f"Writing wears the drive out in {days:,.0f} days of training.")
+    return " ".join(said)
+
+
+def _duration(seconds: float) -> str:
+    """Say a time in the largest unit of which there is at least one and a half."""
+    for name, length in (("days", _DAY_S), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.3g} {name}"
+    return f"{seconds:.3g} seconds"
+
+
+def to_text(found: Answer, helping: Sequence[Gain] = ()) -> str:
+    """Return the answer as text: what is predicted, where everything lives, which plans lost and why, what would help.
+
+    Args:
+        found: The answer.
+        helping: The recipes that would help.
+    """
+    rows = [*_facts(found), *_memory(found), *_runners_up(found), *_helps(found, helping)]
     width = max(len(name) for name, _ in rows)
     lines = (f"{name:<{width}}  {value}".rstrip() for name, value in rows)
-    return "\n".join([*lines, "", plan_table(found.spec, found.found.plan, found.limits)])
+    return "\n".join([verdict_of(found), "", *lines, "", plan_table(found.spec, found.found.plan, found.limits)])
 
 
 def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -78,7 +126,10 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     lane, busy_s = answer.busiest_lane
     share = busy_s / found.simulation.step_s if found.simulation.step_s else 0.0
     yield "busiest", f"{lane} works {busy_s:.4g} s, {share:.0%} of the step"
-    yield "binds", ", ".join(f"{link} {part:.0%}" for link, part in found.simulation.binding.items() if part >= 0.01)
+    yield (
+        "limited by",
+        ", ".join(f"{link} {part:.0%}" for link, part in found.simulation.binding.items() if part >= 0.01),
+    )
     busy = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in answer.busy_s().items())
     yield "busy", f"{busy} s per step"
     waits = ", ".join(f"{lane} {seconds:.3g}" for lane, seconds in answer.exposed_s().items() if lane != COMPUTE)
@@ -152,9 +203,11 @@ def _needs(by_tier: Mapping[Tier, int]) -> str:
     return ", ".join(f"{tier} {format_bytes(nbytes, is_need=True)}" for tier, nbytes in by_tier.items() if nbytes)
 
 
-def _helps(answer: Answer) -> Iterator[tuple[str, str]]:
-    for change in answer.changes:
-        yield "helps", f"{change.name}: {change.gain:.2f} times the tokens per second, {change.step_s:.4g} s per step"
+def _helps(answer: Answer, helping: Sequence[Gain]) -> Iterator[tuple[str, str]]:
+    now_s = answer.found.simulation.step_s
+    for recipe, step_s, factor in helping:
+        steps = f"{now_s:.4g} -> {step_s:.4g} s per step"
+        yield "helps", f"{recipe.options}: {factor:.2f} x tokens/s, {steps}; {recipe.effect}"
 
 
 def _wear(answer: Answer) -> str:
@@ -170,8 +223,15 @@ def drive_life(answer: Answer) -> str:
     if disk is None or not disk.endurance_bytes or not answer.written_bytes:
         return ""
     steps = disk.endurance_bytes / answer.written_bytes
-    days = steps * answer.found.simulation.step_s / _DAY_S
-    return f"the drive lasts {steps:,.0f} steps, {days:,.0f} days"
+    return f"the drive lasts {steps:,.0f} steps, {drive_days(answer):,.0f} days"
+
+
+def drive_days(answer: Answer) -> float | None:
+    """Return the days of training that the drive lasts; None if that is not known, or nothing is written."""
+    disk = answer.hardware.disk
+    if disk is None or not disk.endurance_bytes or not answer.written_bytes:
+        return None
+    return disk.endurance_bytes / answer.written_bytes * answer.found.simulation.step_s / _DAY_S
 
 
 def _runners_up(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -180,13 +240,14 @@ def _runners_up(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "not", f"{other.name}: {seconds}{other.reason}"
 
 
-def to_json(answer: Answer) -> str:
-    """Return the answer as JSON."""
+def to_json(answer: Answer, helping: Sequence[Gain] = ()) -> str:
+    """Return the answer as JSON. Args: helping: The recipes that would help."""
     found, disk, ends = answer.found, answer.hardware.disk, range_of(answer)
     endurance = disk.endurance_bytes if disk is not None and answer.written_bytes else 0.0
     facts: dict[str, Any] = {
         "fits": True,
         **dataclasses.asdict(answer.question),
+        "verdict": verdict_of(answer),
         "predicted_step_s": found.simulation.step_s,
         "predicted_step_s_range": ends and ends.step_s,
         f"predicted_{answer.question.counted}_per_s": answer.tokens_per_s,
@@ -212,7 +273,7 @@ def to_json(answer: Answer) -> str:
         ],
         "least_bytes": answer.of_node(answer.least.at_all),
         "least_bytes_with_others_as_given": answer.of_node(answer.least.with_others),
-        "changes": [dataclasses.asdict(change) for change in answer.changes],
+        "recipes": [{**gain.recipe.facts, "step_s": gain.step_s, "gain": gain.factor} for gain in helping],
         "written_bytes_per_1000_steps": 1000 * answer.written_bytes,
         "drive_life_steps": endurance / answer.written_bytes if endurance else None,
         "runners_up": [dataclasses.asdict(other) for other in found.runners_up],

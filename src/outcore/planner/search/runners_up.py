@@ -58,6 +58,6 @@ def runners_up(looks: Evaluations, bare: Plan, away: ActivationPolicy | None, st
         binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")
         slower = simulation.step_s / step_s - 1 if step_s else 0.0
         same = "equally fast" if slower > -SMALLEST_GAIN else f"predicted {-slower:.1%} faster"
-        reason = f"{slower:.1%} slower: {binds} binds" if slower > SMALLEST_GAIN else same
+        reason = f"{slower:.1%} slower: limited by {binds}" if slower > SMALLEST_GAIN else same
         if (other.units, other.pools, way) != (bare.units, bare.pools, away):
             yield RunnerUp(name, simulation.step_s, reason)

@@ -152,8 +152,8 @@ class _PlanSearch:
         everything = self._choice.uniform(ALL_DEVICE, saves=self._job.ways[0])
         if self._fits(everything) and self._keeps_all(everything):  # nothing is moved where nothing must be
             return self.explain(looks.plan(everything), everything)
-        rule = self._rule()
-        firsts = list(map(looks.same, self._firsts()))
+        rule, known = self._rule(), list(known)
+        firsts = list(map(looks.same, [*filter(self._fits, known), *self._firsts()]))
         ways = list(dict.fromkeys(first.saves for first in firsts))
         best = self._simulated(firsts, map(looks.same, self._starts(rule, known, ways)))
         changed = [self._descend(start, self._budget // 2) for start in best[:1]]
