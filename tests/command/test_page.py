@@ -275,14 +275,18 @@ def test_everything_is_said_in_words_too(shown: Page):
     for theme in ("light", "dark"):
         shown.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
         colors = shown.evaluate(
-            "['ink', 'soft', 'surface', 'card', 'good'].map((n) => getComputedStyle(document.documentElement)"
+            "['ink', 'soft', 'surface', 'card', 'good', 'alarm'].map((n) => getComputedStyle(document.documentElement)"
             ".getPropertyValue('--' + n).trim())"
         )
-        ink, soft, surface, card, good = map(luminance, colors)
+        ink, soft, surface, card, good, alarm = map(luminance, colors)
         for text in (ink, soft):
             assert contrast(text, surface) >= 4.5
             assert contrast(text, card) >= 4.5
         assert contrast(good, card) >= 4.5
+        assert min(contrast(alarm, card), contrast(alarm, surface)) >= 4.5
+    # A field takes the number of tokens.
+    shown.evaluate("tokens.value = 0; tokens.oninput()")
+    assert shown.evaluate("takes.textContent").startswith("0 seconds")
 
 
 def luminance(color: str) -> float:

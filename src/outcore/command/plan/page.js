@@ -56,7 +56,7 @@
 
   // The beginning.
 
-  byId("title").textContent = `${data.model} on ${data.machine}`;
+  byId("title").textContent = `Training ${data.model} on ${data.machine.replaceAll("+", ", ")}`;
   byId("verdict").textContent = data.verdict;
   byId("asked").textContent = data.asked;
   const duration = (s) => {
@@ -75,6 +75,7 @@
     const box = put(byId("facts"), "div");
     put(box, "dt", name);
     const said = put(box, "dd", value);
+    if (name === "Disk writes" && data.drive_days && data.drive_days < 365) said.className = "short";
     if (more) put(said, "small", more);
   }
 
