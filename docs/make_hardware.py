@@ -200,7 +200,7 @@ def best(table: Table, found: Mapping[str, Any]) -> str:
     said = "; ".join(f"{how} ({format_rate(rate)} tokens/s)" for how, rate, _ in largest) or "nothing that is fast"
     worn = fastest("full", spares=False)
     if worn and worn[2] is not None and (exact is None or _model(worn) != _model(exact)):
-        said += f". Only if the drive may wear out in {_span(worn[2])}: {worn[0]} ({format_rate(worn[1])} tokens/s)"
+        said += f". If you accept a drive worn out in {_span(worn[2])}: {worn[0]} ({format_rate(worn[1])} tokens/s)"
     return f"With {table.title}: {said.replace('with full', 'in full')}."
 
 

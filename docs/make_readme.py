@@ -44,7 +44,7 @@ ROWS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     (SEVENTY, "H100, 1 TB", "full", {"model": f"{LLAMA}70B", "hardware": "h100"}),
 )
 """Model, machine, method, and what is asked beside ``ask``'s defaults."""
-LIMITS = {COMPUTE: "GPU", "disk_write": "drive", "disk_read": "drive", "h2d": "PCIe", "d2h": "PCIe", "update": "CPU"}
+LIMITS = {COMPUTE: "GPU", "disk_write": "drive", "disk_read": "drive", "h2d": "bus", "d2h": "bus", "update": "CPU"}
 TIER_NAMES = {"device": "GPU", "host": "RAM", "disk": "NVMe drive"}
 KINDS = {
     "weights": ("weights (bf16)", "#4d9a57"),
