@@ -66,8 +66,10 @@ _searched: list[tuple[PlanQuestion, Found]] = []
 def _same_jobs_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search once for each job: commands ask for few plans, and a search is deterministic (tests/planner)."""
 
-    def find(job: PlanQuestion, *shared: Any) -> Found:
-        known = next((found for other, found in _searched if other == job), None)
+    def find(job: PlanQuestion, *shared: Any, **other: Any) -> Found:
+        if other:  # a short search, for what would help
+            return search(job, *shared, **other)
+        known = next((found for same, found in _searched if same == job), None)
         if known is None:
             known = search(job, *shared)
             _searched.append((job, known))

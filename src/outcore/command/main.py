@@ -22,7 +22,7 @@ import typer
 
 from outcore.command.command import CommandLine
 from outcore.command.files import refuse_unwritable
-from outcore.command.plan.hardware_list import print_hardware
+from outcore.command.hardware_list import print_hardware
 from outcore.command.train.method import Method
 from outcore.command.train.methods import FINE_TUNING, PREFERENCES
 from outcore.command.train.settings import options
@@ -204,6 +204,7 @@ def _fit(asked: Question, at_least: float, *, as_json: bool) -> None:
 
 def _plan(asked: Question, out: Path | None, html: Path | None, *, as_json: bool) -> None:
     from outcore.command.plan.answer import answer_for, machine_for, source_of
+    from outcore.command.plan.page import write_misfit, write_page
     from outcore.command.plan.recipes import gains
     from outcore.command.plan.text import to_json, to_text
     from outcore.command.terminal import fitted
@@ -213,7 +214,6 @@ def _plan(asked: Question, out: Path | None, html: Path | None, *, as_json: bool
         found = answer_for(asked, source, hardware)
     except PlanInfeasibleError as error:
         from outcore.command.plan.misfit import Misfit
-        from outcore.command.plan.page import write_misfit
 
         misfit = Misfit.of(asked, source, hardware, error)
         if html is not None:
@@ -226,8 +226,6 @@ def _plan(asked: Question, out: Path | None, html: Path | None, *, as_json: bool
         found.found.plan.save(out)
     helping = gains(found)
     if html is not None:
-        from outcore.command.plan.page import write_page
-
         write_page(found, helping, html)
     print(to_json(found, helping) if as_json else fitted(to_text(found, helping), sys.stdout))
 
