@@ -69,6 +69,7 @@
     takes.textContent = `${duration(s)}${worn ? `, and ${plain(100 * worn)}% of the drive's life` : ""}.`;
     takes.className = worn > 0.1 ? "short" : "";
   };
+  byId("counted").textContent = data.counted;
   byId("tokens").oninput = estimate;
   estimate();
   for (const [name, value, more] of data.facts) {
@@ -97,6 +98,11 @@
       const rect = draw(svg, "rect", { x, y: 7, width: Math.max(width - 1, 0.6), height: 20, style: `fill: var(--${tier.tier}); opacity: ${shade(part.label)}` });
       draw(rect, "title", {}, `${part.label}: ${bytes(part.bytes)}`);
       x += width;
+    }
+    const labels = put(box, "div", null, { class: "labels", "aria-hidden": "true" });
+    for (const part of tier.parts) {
+      const share = (100 * part.bytes) / tier.budget;  // a label that would not fit is in the list alone
+      put(labels, "span", share > 14 ? part.label : "", { style: `width: ${share}%` });
     }
     const list = put(box, "ul", null, { class: "parts" });
     for (const part of tier.parts) {
@@ -342,7 +348,7 @@
       draw(svg, "line", { x1: left, x2: W - right, y1: y(s), y2: y(s), style: "stroke: var(--grid)" });
       draw(svg, "text", { x: left - 6, y: y(s) + 4, "text-anchor": "end" }, plain(+s.toPrecision(4)));
     }
-    draw(svg, "text", { x: 0, y: 14 }, "tokens per second");
+    draw(svg, "text", { x: 0, y: 14 }, `${data.counted} per second`);
     draw(svg, "text", { x: (left + W - right) / 2, y: H - 6, "text-anchor": "middle" }, curve.name.toLowerCase());
     const fitting = points.filter((p) => p.step_s !== null), missing = points.filter((p) => p.step_s === null);
     if (missing.length && fitting.length) {
@@ -363,13 +369,13 @@
         }
       }
       if (p.step_s === null) continue;
-      const said = `${say(p.value)}: ${seconds(p.step_s)} per step, ${plain(p.tokens / p.step_s)} tokens per second${p.is_today ? " (today)" : ""}`;
+      const said = `${say(p.value)}: ${seconds(p.step_s)} per step, ${plain(p.tokens / p.step_s)} ${data.counted} per second${p.is_today ? " (today)" : ""}`;
       if (p.is_today) draw(svg, "circle", { cx: x(p.value), cy: y(rate(p)), r: 9, style: "fill: none; stroke: var(--device); stroke-width: 2", class: "today" });
       const dot = draw(svg, "circle", { cx: x(p.value), cy: y(rate(p)), r: p.is_today ? 5 : 4, style: "fill: var(--device); stroke: var(--card); stroke-width: 1.5" });
       draw(dot, "title", {}, said);
     }
   }
-  table(byId("curves-table"), ["", "value", "seconds per step", "tokens per second"], data.curves.flatMap((curve) => curve.points.map((p) => [curve.name + (p.is_today ? " (today)" : ""), curve.is_bytes ? bytes(p.value) : p.value, seconds(p.step_s), p.step_s ? plain(p.tokens / p.step_s) : ""])), [1, 2, 3]);
+  table(byId("curves-table"), ["", "value", "seconds per step", `${data.counted} per second`], data.curves.flatMap((curve) => curve.points.map((p) => [curve.name + (p.is_today ? " (today)" : ""), curve.is_bytes ? bytes(p.value) : p.value, seconds(p.step_s), p.step_s ? plain(p.tokens / p.step_s) : ""])), [1, 2, 3]);
 
   // The rest.
 
@@ -377,7 +383,7 @@
     const item = put(byId("changes"), "li");
     put(item, "b", `${recipe.gain.toFixed(2)}×`);
     put(item, "strong", recipe.options);
-    put(item, "span", `${seconds(time.step_s)} → ${seconds(recipe.step_s)} per step, ${plain(recipe.tokens_per_s)} tokens per second`);
+    put(item, "span", `${seconds(time.step_s)} → ${seconds(recipe.step_s)} per step, ${plain(recipe.tokens_per_s)} ${data.counted} per second`);
     put(item, "span", recipe.result + (recipe.means && `: ${recipe.means}`));
   }
   if (!data.recipes.length) put(byId("changes"), "li", "No recipe that was tried gains two percent.");

@@ -112,6 +112,7 @@ def facts_of(answer: Answer, helping: Sequence[Gain] = ()) -> dict[str, Any]:
         "machine": answer.hardware.name,
         "verdict": verdict_of(answer),
         "asked": _asked(answer),
+        "counted": asked.counted,
         "tokens_per_s": answer.tokens_per_s,
         "drive_days": drive_days(answer),
         "facts": list(_facts(answer)),

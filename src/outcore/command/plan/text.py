@@ -71,7 +71,8 @@ def verdict_of(answer: Answer) -> str:
     tokens_per_s, binding = answer.tokens_per_s, answer.found.simulation.binding
     if not tokens_per_s:
         return "Fits."
-    said = [f"Fits. {format_rate(tokens_per_s)} tokens/s: a million tokens take {_duration(1e6 / tokens_per_s)}."]
+    counted, long = answer.question.counted, _duration(1e6 / tokens_per_s)
+    said = [f"Fits. {format_rate(tokens_per_s)} {counted}/s: a million {counted} take {long}."]
     if binding:
         link, part = max(binding.items(), key=lambda item: item[1])
         said.append(f"Limited by {limits_text(link)} ({part:.0%} of the step).")
@@ -207,7 +208,7 @@ def _helps(answer: Answer, helping: Sequence[Gain]) -> Iterator[tuple[str, str]]
     now_s = answer.found.simulation.step_s
     for recipe, step_s, factor in helping:
         steps = f"{now_s:.4g} -> {step_s:.4g} s per step"
-        yield "helps", f"{recipe.options}: {factor:.2f} x tokens/s, {steps}; {recipe.effect}"
+        yield "helps", f"{recipe.options}: {factor:.2f} x {answer.question.counted}/s, {steps}; {recipe.effect}"
 
 
 def _wear(answer: Answer) -> str:
