@@ -217,7 +217,7 @@ def test_the_commands_and_options_are_these():
         "plan": sorted(
             [
                 *("as_json", "batch_size", "clipping", "device_memory", "disk_size", "fit", "gpus_per_node"),
-                *("at_least", "grad_accum", "hardware", "list_hardware"),
+                *("at_least", "grad_accum", "hardware", "inputs", "list_hardware"),
                 *(
                     "host_memory",
                     "html",

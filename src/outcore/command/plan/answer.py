@@ -223,14 +223,19 @@ def _asking(question: Question, source: ModelSource, hardware: Hardware) -> tupl
     precision = cast("Precision", question.precision)
     limits = limits_for(question, hardware)
     source = source.quantised(question.quantization, has_adapters=question.lora is not None)
+    notes = list(notes_on(source))  # building switches off what they tell of
     model = build_any(source, precision)
     trains_text = is_causal(model)
     question, inputs, optional = inputs_for(model, question)
-    notes = list(notes_on(source))
     adapted = model
     if question.lora is not None:
         task = {"task_type": "CAUSAL_LM"} if trains_text else {}
-        adapted = with_adapters(model, {"r": question.lora, "target_modules": "all-linear", **task})
+        try:
+            adapted = with_adapters(model, {"r": question.lora, "target_modules": "all-linear", **task})
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, RuntimeError) as error:  # such as for Mamba
+            raise ConfigError(f"--lora: expected a model that PEFT adapts, but it refuses this one: {error}") from error
     optimizer = optimizer_named(question.optim, adapted, question.master_format)
     keeps = rule_for(*members(optimizer)).kept(optimizer.param_groups)
     # As in a run of outcore train: TRL, if it is installed, computes losses in tiles.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from outcore.command.plan.answer import limits_for, usual_plan
 from outcore.command.plan.question import Question
 from outcore.command.plan.recipes import Recipe, drive_for, options_for, splits_of
-from outcore.core.errors import ConfigError, PlanInfeasibleError
+from outcore.core.errors import ConfigError, PlanInfeasibleError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.preparation.with_ranks import of_node
 from outcore.spec.hardware import Hardware
@@ -59,8 +59,8 @@ class Misfit:
             return Advice(recipe, fits=True, needed_bytes=of_node(taken, question.ranks.per_node))
 
         found = list[Advice]()
-        for recipe in options_for(question):
-            with suppress(ConfigError):  # it does not go with the model or with other options
+        for recipe in options_for(question, hardware):
+            with suppress(ConfigError, UnsupportedError):  # it does not go with the model or with other options
                 found.append(tried(recipe))
         found += [_smaller_batch(tried, question)] if question.batch_size > 1 else []
         for tier, nbytes in error.raise_one_to.items():

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from outcore.command.plan.answer import Answer, limits_for, usual_plan
 from outcore.command.plan.question import Question
-from outcore.core.errors import ConfigError, PlanInfeasibleError
+from outcore.core.errors import ConfigError, PlanInfeasibleError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.planner.search.curves import estimated
 from outcore.planner.search.setting import Setting
@@ -73,7 +73,10 @@ def gains(answer: Answer) -> tuple[Gain, ...]:
     setting, step_s, found = answer.setting, answer.found.simulation.step_s, list[Gain]()
     for recipe in [] if answer.guess else _for_speed(answer):
         other = _setting_with(recipe, answer)
-        reached = None if other is None else estimated(other, [answer.found.candidate])
+        reached = None
+        if other is not None:  # adapters may cut the model into other units, for which the plan found says nothing
+            is_cut_alike = [unit.name for unit in other.model.units] == [unit.name for unit in setting.model.units]
+            reached = estimated(other, [answer.found.candidate] if is_cut_alike else [])
         if other is not None and reached is not None and reached.simulation.step_s:
             factor = step_s * other.tokens / setting.tokens / reached.simulation.step_s
             found += [Gain(recipe, reached.simulation.step_s, factor)] if factor >= _LEAST_GAIN else []
@@ -83,7 +86,7 @@ def gains(answer: Answer) -> tuple[Gain, ...]:
 def _for_speed(answer: Answer) -> Iterator[Recipe]:
     """Yield recipes that may help: of the parts of the machine only those by which the step is limited."""
     question, hardware, limits = answer.question, answer.hardware, answer.limits
-    yield from options_for(question)
+    yield from options_for(question, hardware)
     yield from itertools.islice(splits_of(question), 1)
     yield from _larger(question)
     limiting = {link for link, part in answer.found.simulation.binding.items() if part >= _LEAST_GAIN - 1}
@@ -109,7 +112,7 @@ def _setting_with(recipe: Recipe, answer: Answer) -> Setting | None:
         )
     if answer.source is None:  # a model that was given from Python is built already
         return None
-    with suppress(ConfigError, PlanInfeasibleError):
+    with suppress(ConfigError, PlanInfeasibleError, UnsupportedError):
         _, other = usual_plan(asked, answer.source, hardware)
         model = dataclasses.replace(other.model, sharing=setting.model.sharing)
         ways = tuple(dict.fromkeys([*other.ways, *setting.ways]))
@@ -117,13 +120,13 @@ def _setting_with(recipe: Recipe, answer: Answer) -> Setting | None:
     return None
 
 
-def options_for(question: Question) -> Iterator[Recipe]:
+def options_for(question: Question, hardware: Hardware) -> Iterator[Recipe]:
     """Yield other options of the run, with the batch as it is."""
     if question.precision == "bf16" and question.master_format != "compact":
         yield Recipe("--master-format compact", "same bits", "masters in half the bytes", {"master_format": "compact"})
     if question.optim.startswith("adamw") and "8bit" not in question.optim:
         yield Recipe("--optim adamw_8bit", "other rounding", "moments in 8 bits", {"optim": "adamw_8bit"})
-    if question.precision != "pure_bf16":
+    if question.precision != "pure_bf16" and hardware.device.computes_bf16:
         pure = {"precision": "pure_bf16", "master_format": "fp32"}
         yield Recipe("--precision pure_bf16", "other rounding", "no fp32 masters, moments in bf16", pure)
     lora = {} if question.lora else {"lora": 16}

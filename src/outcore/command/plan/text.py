@@ -109,7 +109,8 @@ def _facts(answer: Answer) -> Iterator[tuple[str, str]]:
     yield "model", f"{asked.model}: {numel / 1e9:.2f}e9 parameters in {len(answer.spec.units) - 1} units"
     trained = sum(unit.trainable_numel for unit in answer.spec.units)
     nbytes = sum(states_bytes(s, u, answer.spec) for s, u in zip(answer.spec.units, found.plan.units, strict=True))
-    yield "optimizer", f"{asked.optim}: {nbytes / trained:.2f} bytes of states per parameter, masters included"
+    if trained:
+        yield "optimizer", f"{asked.optim}: {nbytes / trained:.2f} bytes of states per parameter, masters included"
     yield "machine", answer.hardware.name
     ranks = asked.ranks
     if ranks.size > 1:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from outcore.core.errors import PlanInfeasibleError
+from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.planner.search.evaluations import Simulated
 from outcore.planner.search.plan_space import Candidate
 from outcore.planner.search.search import Found, search
@@ -53,14 +53,14 @@ def curves(setting: Setting, found: Found) -> Curves:
 
 
 def estimated(setting: Setting, known: Sequence[Candidate], simulated: Simulated | None = None) -> Found | None:
-    """Search a changed setting, with a part of the simulations; None if nothing fits.
+    """Search a changed setting, with a part of the simulations; None if nothing fits, or nothing is known of it.
 
     Args:
         setting: The setting.
         known: Candidates that are good for settings like it.
         simulated: See ``search``.
     """
-    with suppress(PlanInfeasibleError):
+    with suppress(ConfigError, PlanInfeasibleError):  # another batch may be one that cannot be followed
         return search(setting.job(), simulated, known=known, effort=_EFFORT)
     return None
 

@@ -19,8 +19,7 @@ def with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
         fields: Fields of ``LoraConfig``.
 
     Raises:
-        ConfigError: The rank is above all widths of the model, so adapters would be larger than their layers;
-            or PEFT refuses the model.
+        ConfigError: The rank is above all widths of the model, so adapters would be larger than their layers.
     """
     widest, rank = max(max(param.shape, default=0) for param in model.parameters()), fields["r"]
     if rank > widest:
@@ -30,10 +29,7 @@ def with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     is_quantized = getattr(model, "is_quantized", False)
-    try:
-        adapted: nn.Module = get_peft_model(model, LoraConfig(**fields))
-    except ValueError as error:  # such as for Mamba, whose kernels read weights past their layers
-        raise ConfigError(f"--lora: expected a model that PEFT adapts, but it refuses this one: {error}") from error
+    adapted: nn.Module = get_peft_model(model, LoraConfig(**fields))
     if is_quantized:
         for name, param in adapted.named_parameters():
             if param.requires_grad and "lora_magnitude_vector" not in name:
