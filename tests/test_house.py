@@ -42,7 +42,7 @@ ROOM = 13  # files in a folder: about as many as a reader keeps in mind
 ROOM_LINES = {
     "": 1_031,  # outcore.plan
     "checkpoint": 4_391,
-    "command": 10_242,  # any model is planned, from Python too; four ways to train in --fit; recipes and a verdict
+    "command": 10_243,  # any model is planned, from Python too; four ways to train in --fit; recipes and a verdict
     "core": 284,
     "device": 2_599,
     "engine": 11_510,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from outcore.command.train.method import Method
@@ -50,7 +51,7 @@ def _text(value: Any) -> str:
     value = getattr(value, "value", value)
     if isinstance(value, list | tuple):
         return ", ".join(map(_text, value))
-    return value if isinstance(value, str) else shown(value).strip("'")
+    return str(value) if isinstance(value, str | Path) else shown(value).strip("'")
 
 
 def _list(values: Mapping[str, Any]) -> str:
