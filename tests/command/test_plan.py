@@ -198,6 +198,13 @@ def test_a_run_with_these_budgets_would_follow_the_same_plan(
     assert found.peak_bytes()["device"] <= parse_bytes(device, what="budget")
 
 
+def test_what_would_help_is_left_out_where_a_card_cannot_compute_it(command: Run, config_json: Path):
+    done = command("plan", "--model", config_json, "--hardware", "v100-32gb", "--precision", "fp16")
+    assert done.status == 0, done.err
+    assert "helps" in done.out
+    assert "pure_bf16" not in done.out
+
+
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", None), ("fp16", torch.float16)])
 def test_a_model_is_followed_as_a_run_computes(
     command: Run, config_json: Path, monkeypatch: pytest.MonkeyPatch, precision: str, dtype: torch.dtype | None

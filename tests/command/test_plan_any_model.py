@@ -68,6 +68,14 @@ def test_any_architecture_is_planned_from_its_configuration(
     assert found["seq_len"] == (16 if counted == "tokens" else None)
 
 
+def test_what_would_help_may_cut_a_model_into_other_units(command: Run, tmp_path: Path):
+    """Adapters make units of two linear layers that are none by themselves."""
+    asked = ("--model", config_of("LlavaForConditionalGeneration", tmp_path), "--hardware", PARTS, "--seq-len", 16)
+    done = command("plan", *asked, "--batch-size", 2, "--device-memory", "300KiB", "--host-memory", "8MiB")
+    assert done.status == 0, done.err
+    assert done.out.startswith("Fits.")
+
+
 def test_a_configuration_that_names_no_class_gets_one_of_its_kind(command: Run, tmp_path: Path):
     path = write_json(tmp_path / "config.json", CONFIGS["ViTForImageClassification"])
     done = command("plan", "--model", path, "--hardware", PARTS)
@@ -103,6 +111,8 @@ def test_prepare_takes_the_bytes_of_the_plan(tmp_path: Path, name: str):
     ("options", "message"),
     [
         (("--input", "pixel_values=2x3x32x32"), "--input: expected NAME=SHAPE:DTYPE, such as pixel_values=2x3x224x224"),
+        (("--input", "pixel_values=99999999999999999999:float32"), "--input: expected NAME=SHAPE:DTYPE"),
+        (("--input", "pixel_values=1099511627776x1099511627776:float32"), "--input: expected NAME=SHAPE:DTYPE"),
         (("--input", "pixels=2x3:float32"), "expected an argument of ViTForImageClassification.forward, but got 'pix"),
         (("--input", "labels=2:int64", "--input", "labels=2:int64"), "--input: expected 'labels' once, but got it"),
         (("--batch-size", "3", "--input", "pixel_values=2x3x32x32:float32"), "expected 3 samples, as --batch-size"),
@@ -210,8 +220,9 @@ class TestFromPython:
 
     def test_nothing_is_changed(self):
         model, _ = on_meta()
-        outcore.plan(model, None, sample=SAMPLE, hardware=PARTS)
+        found = outcore.plan(model, None, sample=SAMPLE, hardware=PARTS)
         assert all(param.requires_grad and param.is_meta for param in model.parameters())
+        assert "bytes of states" not in str(found)  # nothing is trained
 
     @pytest.mark.parametrize(
         ("options", "kind", "message"),

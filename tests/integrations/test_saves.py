@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
 
 import outcore
@@ -257,6 +257,21 @@ def test_who_ends_a_run_at_once_waits_for_no_save(end, tmp_path, monkeypatch):
     assert [step for step, _ in heard.saved] == ([1] if is_given_up else [1, 2])
     left = sorted(path.name for path in (tmp_path / "run").glob("*checkpoint*"))
     assert left == [f"checkpoint-{step}" for step in ([1] if is_given_up else [1, 2])]
+
+
+def test_a_trainer_may_write_weights_of_its_own(tmp_path, monkeypatch):
+    """As a class does that overrides ``_save`` in front of the mixin."""
+
+    def saves(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        Path(output_dir).mkdir()
+        save_file({name: tensor.clone() for name, tensor in outcore.named_tensors(self.model)}, f"{output_dir}/own")
+
+    monkeypatch.setattr(OutcoreMixin, "_save", saves)
+    with streamed(tmp_path) as side:
+        language(side, tmp_path / "run", save_strategy="steps", save_steps=2).train()
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert read_manifest(checkpoint, check=True).step == 2
+    assert load_file(checkpoint / "own")
 
 
 def unsavable() -> Any:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import outcore
+
 from .cases import DEVICE
 from .conftest import launch
 
@@ -77,6 +79,21 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
 def test_weights_are_bitwise_those_of(name, wanted, found):
     folder, _ = found
     torch.testing.assert_close(weights(folder, name), weights(folder, wanted), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["two clipped", "two cut"])
+def test_load_checkpoint_takes_what_several_ranks_saved(name, found, tmp_path):
+    from .trainers import Job, Streamed, language, llama, token_dataset
+
+    folder, _ = found
+    side = Streamed(tmp_path, Job("loads"))
+    trainer = language(side, tmp_path / "run", model=llama(seed=9), parts={"train_dataset": token_dataset(["a b"])})
+    trainer.evaluate()  # prepares
+    last = max(folder.glob(f"{name}/checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    with pytest.warns(UserWarning, match="generators stay"):
+        assert outcore.load_checkpoint(trainer.model, trainer.optimizer, last) == {"step": int(last.name[11:])}
+    torch.testing.assert_close(dict(outcore.named_tensors(trainer.model)), weights(folder, name), rtol=0, atol=0)
+    outcore.close(trainer.model)
 
 
 def test_weights_are_nearly_those_of_ddp(found):

@@ -134,8 +134,7 @@ class SavedNames(NamedTuple):
 class LibraryFiles:
     """Weights and states of one checkpoint that is being written."""
 
-    has_states = False
-    """Whether this is the whole state of a run."""
+    _has_weights = _has_states = False
 
     def __init__(
         self,
@@ -159,6 +158,14 @@ class LibraryFiles:
         for unit in engine.units:
             let_masters_follow(unit, engine.access)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the whole state of a run: a user's Trainer may write weights of its own in its place.
+
+        With several ranks, one rank writes the weights for all.
+        """
+        return self._has_states and (self._has_weights or self._engine.access.world is not None)
+
     def weights(self, small: Path) -> None:
         """Have the files of ``save_pretrained`` written. Adapters that peft converts are read and written at once.
 
@@ -172,7 +179,7 @@ class LibraryFiles:
             OSError: The system reported an error.
             ConfigError, UnsupportedError: As for ``save_pretrained``.
         """
-        model, names = self._engine.model, self._names
+        self._has_weights, model, names = True, self._engine.model, self._names
         if self._engine.has_cut_weights:
             save_model(self._engine, small)
             return
@@ -213,7 +220,7 @@ class LibraryFiles:
             OSError: The system reported an error.
             UnsupportedError: JSON cannot hold a setting of a param group.
         """
-        self.has_states, world, params = True, self._engine.access.world, params_by_name(self._engine)
+        self._has_states, world, params = True, self._engine.access.world, params_by_name(self._engine)
         unheld = {name: unit.params[i] for name, (unit, i) in params.items() if id(unit.params[i]) not in self.held}
         rest: dict[str, torch.Tensor] = {**unheld} if world is None else {}
         rest |= {name: buffer for name, buffer in buffers_of(self._engine).items() if id(buffer) not in self.held}

@@ -116,7 +116,7 @@ class TrainerSaves:
                     self._files = library = LibraryFiles(engine, unfinished, save)
                     write()
                     library.submit()
-                make = manifest_maker(trainer.optimizer, step, library.held) if library.has_states else None
+                make = manifest_maker(trainer.optimizer, step, library.held) if library.is_whole else None
                 best = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
                 is_found = best == target or best.is_dir()  # the Trainer looked for it in the hidden folder
                 if is_found:

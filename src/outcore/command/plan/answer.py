@@ -1,4 +1,4 @@
-"""``outcore plan``: whether a model fits a machine, how fast it trains there, what binds, and why other plans lost."""
+"""``outcore plan``: whether a model fits a machine, how fast it trains there, and what limits it."""
 
 from __future__ import annotations
 

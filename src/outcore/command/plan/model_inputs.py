@@ -45,14 +45,14 @@ def given_inputs(texts: Sequence[str]) -> dict[str, torch.Tensor | None]:
         parts = _FORM.fullmatch(text)
         sizes = [int(size) for size in (parts["shape"] or "1").split("x")] if parts else []
         dtype = parts and (_DTYPES.get(parts["dtype"]) if parts["dtype"] else torch.bool)
-        if parts is None or dtype is None or not 0 < torch.Size(sizes).numel() < _MOST_NUMBERS:
+        if parts is None or dtype is None or not 0 < math.prod(sizes) < _MOST_NUMBERS:
             raise ConfigError(
                 "--input: expected NAME=SHAPE:DTYPE, such as pixel_values=2x3x224x224:float32, with a dtype of "
                 f"{', '.join(_DTYPES)}, or NAME=none to leave an input out, but got '{text}'"
             )
         if parts["name"] in found:
             raise ConfigError(f"--input: expected '{parts['name']}' once, but got it again in '{text}'; leave one out")
-        found[parts["name"]] = torch.ones(sizes, dtype=dtype, device="cpu") if parts["shape"] else None
+        found[parts["name"]] = torch.ones((), dtype=dtype, device="cpu").expand(sizes) if parts["shape"] else None
     return found
 
 

@@ -159,8 +159,7 @@ class PlanRequest:
     @cached_property
     def _followed(self) -> _Followed:
         """What is known of the micro-batch, with the optional inputs if the model can be followed with them."""
-        sample = dict(self.options.sample or {})
-        left = {name: value for name, value in sample.items() if name not in self.batch.optional}
+        sample, left = dict(self.options.sample or {}), self._without_optional
         try:
             return _Followed(sample, self._profile_with(sample, 1.0))
         except ConfigError as error:
@@ -177,6 +176,10 @@ class PlanRequest:
                     "or with sample= from Python"
                 ) from error
             return _Followed(sample, self._estimated(self.batch.rows), guess)
+
+    @property
+    def _without_optional(self) -> dict[str, Any]:
+        return {name: each for name, each in (self.options.sample or {}).items() if name not in self.batch.optional}
 
     def _profile(self, rows: int) -> Profile:
         """Return what a micro-batch of another number of samples computes and saves."""
@@ -208,8 +211,13 @@ class PlanRequest:
         cut, where, sample = self.cut, self.device.torch_device, self.options.sample or {}
         if self.options.compile is not False or not runs_here(cut, self.hardware, where):
             return {}
+        try:
+            work = counted_work(cut, sample, where)
+        except ConfigError:  # so the optional inputs are left out
+            sample = self._without_optional
+            work = counted_work(cut, sample, where)
         with open_device(where) as device:
-            work = with_times(counted_work(cut, sample, where), cut, sample, device, self.hardware)
+            work = with_times(work, cut, sample, device, self.hardware)
         return {name: each.measured for name, each in work.items() if each.measured is not None}
 
 
@@ -236,7 +244,7 @@ class _Followed(NamedTuple):
 def reference_notes(model: nn.Module) -> Iterator[str]:
     """Say of which layers the code for reference is timed, and not their fused kernels."""
     modules = {type(each).__module__ for each in model.modules()}
-    found = sorted(name for name in modules if _KERNELS & vars(sys.modules[name]).keys())
+    found = sorted(name for name in modules if _KERNELS & vars(sys.modules.get(name, object)).keys())
     if found:
         yield (
             f"state-space, linear-attention and short-convolution layers of {', '.join(found)} are timed as their "

@@ -51,6 +51,7 @@ def range_of(answer: Answer) -> Range | None:
 
 _LIMITS = {
     "compute": "computation on the device",
+    "host": "the processor, which launches the kernels",
     "update": "optimizer updates on the processor",
     "device_update": "optimizer updates on the device",
     "h2d": "copies from host memory to the device",
