@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from outcore.command.plan.known_models import known_models
+
 from .conftest import CONFIG, Run, write_json
 
 MACHINE = ("--hardware", "rtx-4090+pcie4+desktop-ddr4+no-disk", "--seq-len", "64", "--batch-size", "6")
@@ -41,7 +43,8 @@ def test_it_is_json_a_page_and_text(command: Run, wide: Path, tmp_path: Path):
     assert command("plan", "--model", wide, *MACHINE, "--json").out.startswith('{\n  "fits": true,')
 
 
-def test_what_is_advised_does(command: Run, wide: Path):
+def test_what_is_advised_does(command: Run, wide: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("outcore.command.plan.recipes.gains", lambda _: ())  # they take long, and are not the claim
     asked = ("plan", "--model", wide, *MACHINE, "--device-memory", "24MiB", "--host-memory", "24MiB")
     advice = json.loads(command(*asked, "--json").out)["recipes"]
     kinds = {" ".join(re.findall("--[a-z-0-9]+", each["options"])) for each in advice}
@@ -55,6 +58,8 @@ def test_what_is_advised_does(command: Run, wide: Path):
             assert command("plan", *words).status == (0 if each["fits"] else 2), each
 
 
-def test_none_of_the_known_models_fits(command: Run):
+def test_none_of_the_known_models_fits(command: Run, monkeypatch: pytest.MonkeyPatch):
+    smallest = known_models()[-2:]
+    monkeypatch.setattr("outcore.command.plan.known_models.known_models", lambda: smallest)
     done = command("plan", "--fit", "--hardware", "rtx-4090", "--device-memory", "1MiB", "--json")
     assert (done.status, json.loads(done.out)["fits"]) == (2, False)
