@@ -52,7 +52,7 @@ from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, ROOMY, PlanSpace
 from outcore.planner.timing.profile import rates_for
 from outcore.planner.timing.simulate import simulate
-from outcore.preparation.plan_choice import Timed
+from outcore.preparation.plan_choice import on_machine, question_of
 from outcore.preparation.prepare_options import Options
 from outcore.probe.compute_rates import products
 from outcore.probe.measure import WHOLE, Effort, measure
@@ -166,8 +166,9 @@ def one_model(
     ids = torch.randint(0, 1000, (args.batch_size, length)).to(args.device)
     sample = {"input_ids": ids, "labels": ids, "use_cache": False}
     with open_device(args.device) as device:
-        found = Timed(cut, Options(sample=sample, hardware=hardware), device).predict(plan)
-        step_s = math.nan if found is None else found.step_s
+        options = Options(sample=sample, hardware=hardware)
+        question = on_machine(question_of(cut, options, device, PLENTY), cut, options, device)
+        step_s = math.nan if question is None else question.predict(plan).step_s
     loss = partial(lambda model, sample: model(**sample).loss, model, sample)
     options = {"precision": args.precision, "device": args.device}
     with tempfile.TemporaryDirectory(dir=args.disk) as folder:

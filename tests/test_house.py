@@ -42,7 +42,7 @@ ROOM = 13  # files in a folder: about as many as a reader keeps in mind
 ROOM_LINES = {
     "": 1_031,  # outcore.plan
     "checkpoint": 4_398,  # a Trainer that writes weights in a form of its own keeps its checkpoints
-    "command": 10_252,  # any model is planned, from Python too; four ways to train in --fit; recipes and a verdict
+    "command": 10_221,  # any model is planned, from Python too; four ways to train in --fit; recipes and a verdict
     "core": 284,
     "device": 2_599,
     "engine": 11_510,
@@ -51,8 +51,8 @@ ROOM_LINES = {
     "model": 1_507,  # models whose calls differ in strides are planned right
     "optim": 2_628,
     "order": 2_456,
-    "planner": 6_424,  # models whose forward checks values, such as vision-language ones, are followed
-    "preparation": 1_031,
+    "planner": 6_382,  # models whose forward checks values, such as vision-language ones, are followed
+    "preparation": 967,
     "probe": 1_571,
     "ranks": 889,  # refuses what other libraries replicate, which was in "engine"
     "spec": 2_406,  # cards without bf16, and figures of a user in place of known ones

@@ -41,8 +41,8 @@ def mixed(chance: random.Random) -> PlanQuestion:
         host_bytes=int(chance.uniform(0.4, 1.5 * count + 1) * state),
         disk_bytes=int(3 * count * state) if chance.random() < 0.7 else None,
     )
-    asked = PlanQuestion(model=model, limits=limits, rates=rates, micro_batches=chance.choice([1, 1, 2]))
-    return dataclasses.replace(asked, is_promised=True, clipping=False) if chance.random() < 0.25 else asked
+    asked = PlanQuestion(model=model, limits=limits, machine=rates, micro_batches=chance.choice([1, 1, 2]))
+    return dataclasses.replace(asked, clipping=False) if chance.random() < 0.25 else asked
 
 
 def setting(seed: int) -> tuple[str, PlanQuestion]:

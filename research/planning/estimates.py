@@ -18,8 +18,8 @@ from outcore.command.plan.answer import Answer, answer_for, machine_for
 from outcore.command.plan.known_models import known_models
 from outcore.core.errors import PlanInfeasibleError
 from outcore.planner.search import curves
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.search import search
-from outcore.planner.search.setting import Setting
 
 from .fixed_policies import Asked
 
@@ -48,14 +48,14 @@ def gains(answer: Answer) -> Iterator[tuple[str, float, float]]:
     for recipe, _, factor in recipes.gains(answer):
         other = recipes._setting_with(recipe, answer)
         if other is not None:
-            searched_s = search(other.job()).simulation.step_s
+            searched_s = search(other).simulation.step_s
             yield recipe.options, factor, step_s * other.tokens / setting.tokens / searched_s
 
 
 def over_search(answer: Answer) -> Iterator[tuple[str, list[float]]]:
     """Yield of each curve the name, and its step times over those of a search where both fit, but for today's point."""
     setting = answer.setting
-    settings: dict[str, Callable[[int], Setting]] = {
+    settings: dict[str, Callable[[int], PlanQuestion]] = {
         "device_memory": lambda value: setting.with_limits(device_bytes=value),
         "host_memory": lambda value: setting.with_limits(host_bytes=value),
         "batch": lambda value: replace(setting, batch_size=value),
@@ -66,7 +66,7 @@ def over_search(answer: Answer) -> Iterator[tuple[str, list[float]]]:
             if point.step_s is None or point.is_today:
                 continue
             try:
-                found.append(point.step_s / search(settings[name](point.value).job()).simulation.step_s)
+                found.append(point.step_s / search(settings[name](point.value)).simulation.step_s)
             except PlanInfeasibleError:  # it fits with another way to treat activations alone
                 continue
         yield name, found

@@ -123,7 +123,7 @@ FIXED = (
 
 def step_s(answer: Answer, fixed: Fixed) -> float | None:
     """Seconds of a step; None if it does not fit."""
-    job = replace(answer.setting, ways=(fixed.away,)).job()
+    job = replace(answer.setting, ways=(fixed.away,))
     try:
         plan = fixed.plan(job)
     except PlanInfeasibleError:

@@ -22,9 +22,9 @@ from outcore.command.plan.answer import answer_for, machine_for
 from outcore.command.plan.known_models import known_models
 from outcore.planner.homes.activation_policies import ActivationPolicy, ways_to
 from outcore.planner.search.evaluations import Evaluations
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.plan_space import Candidate
 from outcore.planner.search.search import search
-from outcore.planner.search.setting import Setting
 from outcore.planner.search.start_plans import StartPlans
 
 from .fixed_policies import EXPERTS, HUGE, LARGE, MIDDLE, SERVER, SMALL, Asked
@@ -39,14 +39,14 @@ SETTINGS = {
 DRAWN = ("8B", "1B", "experts")
 
 
-def settings(names: Iterable[str], micro_batches: Iterable[int]) -> Iterator[tuple[list[object], Setting]]:
+def settings(names: Iterable[str], micro_batches: Iterable[int]) -> Iterator[tuple[list[object], PlanQuestion]]:
     """Yield the first cells of a row, and its setting."""
     for name, clipping in itertools.product(names, (True, False)):
         model, machine, device, host, rows = SETTINGS[name]
         question = Asked(model, machine + SERVER, device, host, rows, clipping=clipping).question()
         source = next(each.source for each in known_models() if each.name == model)
         one = answer_for(question, source, machine_for(question)).setting
-        footprint = one.profile.footprint
+        footprint = one.footprint
         assert footprint is not None
         ways = [way for tier in ("host", "disk") for way in ways_to(tier, footprint)]
         one = replace(one, ways=(None, ActivationPolicy("device", "select"), *ways))
@@ -76,8 +76,7 @@ def near() -> None:
     """Print how near extended steps are to those that are played in full."""
     show(["model", "clips", "micro-batches", "plans", "least", "most", "within 0.1%"])
     show(["---"] * 7)
-    for cells, setting in settings(DRAWN, (6, 9)):
-        job = setting.job()
+    for cells, job in settings(DRAWN, (6, 9)):
         looks = Evaluations(job)
         plans = list(candidates(looks, StartPlans(job, looks), job.ways))
         ratios = [looks.seconds(c) / looks.cost_s(looks.plan(c), c.saves) for c in plans]
@@ -91,7 +90,7 @@ def found() -> None:
     show(["---"] * 6)
     for cells, setting in settings(SETTINGS, (4, 8, 16)):
         start_s = time.process_time()
-        plan = search(setting.job())
+        plan = search(setting)
         took_s = time.process_time() - start_s
         show([*cells, f"{plan.simulation.step_s:.4g} s", plan.num_simulated, f"{took_s:.1f}"])
 

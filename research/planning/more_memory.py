@@ -71,7 +71,7 @@ def job_of(asked: Asked) -> PlanQuestion:
     """The job of a setting, with all ways to treat activations."""
     source = next(each.source for each in known_models() if each.name == asked.model)
     question = asked.question()
-    return dataclasses.replace(answer_for(question, source, machine_for(question)).setting, ways=WAYS).job()
+    return dataclasses.replace(answer_for(question, source, machine_for(question)).setting, ways=WAYS)
 
 
 def main() -> None:

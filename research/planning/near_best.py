@@ -36,6 +36,7 @@ from outcore.planner.paper.paper_schedule import Circumstances
 from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.plan_space import KINDS, ROOMY, TIGHT, Candidate, PlanSpace
 from outcore.planner.search.search import search
+from outcore.planner.timing.profile import Profile
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import simulate
 from outcore.spec.budget import Limits
@@ -68,9 +69,9 @@ def random_job(chance: random.Random, most_units: int = 6) -> PlanQuestion:
         host_bytes=int(chance.uniform(0.4, 1.5 * count + 1) * state),
         disk_bytes=int(3 * count * state) if chance.random() < 0.7 else None,
     )
-    job = PlanQuestion(model=model, limits=limits, rates=rates, micro_batches=chance.choice([1, 1, 2]))
+    job = PlanQuestion(model=model, limits=limits, machine=rates, micro_batches=chance.choice([1, 1, 2]))
     if chance.random() < 0.25:
-        job = dataclasses.replace(job, is_promised=True, clipping=False)
+        job = dataclasses.replace(job, clipping=False)
     return with_activations(job, chance) if chance.random() < 0.5 else job
 
 
@@ -88,10 +89,10 @@ def with_activations(job: PlanQuestion, chance: random.Random) -> PlanQuestion:
     again_s = {name: 0.4 * s for name, s in job.rates.forward_s.items()}
     return dataclasses.replace(
         job,
-        rates=dataclasses.replace(job.rates, selected_forward_s=again_s),
+        machine=dataclasses.replace(job.rates, selected_forward_s=again_s),
         limits=dataclasses.replace(job.limits, device_bytes=job.limits.device_bytes + 2 * kept),
         activation_share=0.1,
-        footprint=footprint,
+        profile_of=lambda _: Profile({}, footprint),
         ways=tuple(chosen),
     )
 
@@ -112,7 +113,7 @@ def candidates(job: PlanQuestion, chance: random.Random) -> Iterator[Candidate]:
     """Yield the plans among which the best is sought."""
     roots = (KINDS[0], KINDS[2], KINDS[-1]) if job.model.units[0].params else (KINDS[0],)
     halves = [way._replace(share=0.5) for way in job.ways if way is not None and len(job.model.units) > 2]
-    early = (0.0, 0.5, 1.0) if job.is_promised else (0.0,)
+    early = (0.0, 0.5, 1.0) if not job.clipping else (0.0,)
     whole = 3 if len(job.ways) == 1 else 2
     for kinds, root in itertools.product(arrangements(len(job.model.units) - 1, whole, chance), roots):
         if len(job.ways) > 1 and len(kinds) > whole and chance.random() > SOME:
@@ -134,8 +135,8 @@ def step_s(job: PlanQuestion, plan: Plan, away: ActivationPolicy | None = None) 
 
 def best_s(job: PlanQuestion, enough_s: float, chance: random.Random) -> tuple[float, Candidate | None]:
     """Return the shortest step below ``enough_s`` and its plan."""
-    steps = job.micro_batches if job.is_promised else None
-    choice = PlanSpace(job.model, accumulation_steps=steps, may_be_early=job.is_promised)
+    steps = job.promised_steps
+    choice = PlanSpace(job.model, accumulation_steps=steps, may_be_early=not job.clipping)
     visits, clips = usual_visits(job.model, job.micro_batches), Circumstances(clips=job.clipping)
     best: tuple[float, Candidate | None] = (enough_s, None)
     for candidate in candidates(job, chance):

@@ -159,13 +159,12 @@ def cells(found: Answer | PlanInfeasibleError, node: str) -> tuple[str, ...]:
         )
         return (f"does not fit: the least is {needs}", *[""] * 8)
     setting, simulation = found.setting, found.found.simulation
-    job = setting.job()
     compute_s = sum(
-        2 * job.rates.forward_s[unit.name] + job.rates.backward_s[unit.name] for unit in setting.model.units
+        2 * setting.rates.forward_s[unit.name] + setting.rates.backward_s[unit.name] for unit in setting.model.units
     )
     numel = sum(param.parameters for unit in setting.model.units for param in unit.params)
-    measured = MEASURED["h100" if "h100" in setting.hardware.name else "others"]
-    zero3 = zero3_offload(numel, setting.hardware, setting.ranks, compute_s, MICRO_BATCHES, measured)
+    measured = MEASURED["h100" if "h100" in found.hardware.name else "others"]
+    zero3 = zero3_offload(numel, found.hardware, setting.ranks, compute_s, MICRO_BATCHES, measured)
     fits = zero3.host_bytes <= HOST_BYTES.get(node, 2048 * GIB)
     binds = max(simulation.binding, key=simulation.binding.__getitem__, default="compute")
     node_bytes, last = found.of_node(found.peak_bytes()), found.found.plan.units[-1]

@@ -47,7 +47,7 @@ def main() -> None:
             question = Asked(model, MACHINE, *most, batch_size, clipping=clipping).question()
             setting = answer_for(question, known[model].source, machine_for(question)).setting
             for device, host in budgets:
-                job = setting.with_limits(device_bytes=device * GIB, host_bytes=host * GIB).job()
+                job = setting.with_limits(device_bytes=device * GIB, host_bytes=host * GIB)
                 start_s = time.process_time()
                 found = search(job)
                 took.append(time.process_time() - start_s)

@@ -30,6 +30,7 @@ from outcore.engine.unit.unit import Unit
 from outcore.optim.joined import as_one
 from outcore.planner.timing.simulate import Simulation
 from outcore.preparation.forecast import NamedHardware
+from outcore.preparation.plan_choice import predicted
 from outcore.preparation.prepare_options import Options, Reduction, cut_model, note_given, thaw, trained_in
 from outcore.preparation.with_ranks import (
     chosen,
@@ -192,8 +193,7 @@ def plan_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, options:
         ConfigError: An argument cannot be used.
         PlanInfeasibleError: The budget does not suffice.
     """
-    spec, plan, _ = plan_in_time(model, optimizer, options, is_timed=False)
-    return spec, plan
+    return plan_in_time(model, optimizer, options, is_timed=False)[:2]
 
 
 def plan_in_time(
@@ -207,8 +207,8 @@ def plan_in_time(
         _, cut = cut_model(model, as_one(optimizer), given)
         with open_device(given.device, Faults(), None) as device:
             compiling.check(cut, device.torch_device)
-            spec, plan, timed = chosen_alone(cut, given, device)
-            return spec, plan, timed.predict(plan) if is_timed else None
+            made = chosen_alone(cut, given, device)
+            return made.question.model, made.plan, predicted(made, cut, given, device) if is_timed else None
     finally:
         thaw(trained)
 

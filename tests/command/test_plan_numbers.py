@@ -16,6 +16,7 @@ from outcore.planner.homes.placement import place
 from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.search import explain
 from outcore.planner.timing.known_hardware import known_hardware
+from outcore.planner.timing.profile import Profile
 from outcore.spec.budget import tier_bytes
 
 from .conftest import CONFIG, Run
@@ -41,14 +42,16 @@ def test_a_plain_plan_that_recomputes_some_units_is_predicted_as_a_run_predicts_
     dataclasses.replace(machine, host=dataclasses.replace(machine.host, visit_s=1e-3)).save(tmp_path / "hardware.json")
     options: dict[str, Any] = {"precision": "fp32", "host_memory": "1GiB"}
     whole = answer(asked(config_json, tmp_path / "hardware.json", device_memory="1GiB", **options))
-    footprint = whole.setting.profile.footprint
+    footprint = whole.setting.footprint
     assert footprint is not None
     most = tier_bytes(whole.spec, whole.found.plan)["device"] + footprint.keep_bytes // 2
     found = answer(asked(config_json, tmp_path / "hardware.json", device_memory=f"{most}B", **options))
     assert found.found.plan.plain
     assert found.policies.keys() == {("keep", "device"), ("recompute", "device")}
-    job = found.setting.job()
-    run = PlanQuestion(model=found.spec, rates=job.rates, footprint=footprint, activation_share=0.3)
+    job = found.setting
+    run = PlanQuestion(
+        model=found.spec, machine=job.rates, profile_of=lambda _: Profile({}, footprint), activation_share=0.3
+    )
     assert found.found.simulation.step_s == run.predict(found.found.plan).step_s
     assert found.found.simulation.step_s == pytest.approx(found.busiest_lane[1])
 
@@ -78,7 +81,7 @@ def test_the_rules_plan_is_compared_with_its_own_activations(
     slow = dataclasses.replace(known_hardware("rtx-4090+no-disk").device, bf16_flops=1e9)
     dataclasses.replace(known_hardware("rtx-4090+no-disk"), device=slow).save(tmp_path / "hardware.json")
     found = answer(asked(config_json, tmp_path / "hardware.json", device_memory="1700KiB", seq_len=128))
-    job = found.setting.job()
+    job = found.setting
     assert found.found.candidate.saves is not None
     rule = place(found.spec, job.limits, activations=job.activations(None))
     step_s = found.found.looks.simulation(rule, None).step_s
@@ -104,7 +107,7 @@ def test_an_accelerators_attention_drops_out_as_it_computes(config_json: Path, t
     for rate in (0.0, 0.5):
         shape = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
         config_json.write_text(json.dumps({"model_type": "gpt2", **shape, "attn_pdrop": rate}))
-        profile = answer(asked(config_json, tmp_path / "hardware.json", seq_len=512, **budget)).setting.profile
+        profile = answer(asked(config_json, tmp_path / "hardware.json", seq_len=512, **budget)).setting.profile_of(2)
         assert profile.footprint is not None
         works.append(profile.work[block])
         saved.append(profile.footprint.saved[block])
@@ -125,8 +128,8 @@ def test_figures_that_are_known_as_ranges_make_answers_that_are_ranges(config_js
     assert fast_s < found.found.simulation.step_s < slow_s
     assert said["predicted_step_s_range"] == [fast_s, slow_s]
     assert said["predicted_tokens_per_s_range"] == [found.setting.tokens / slow_s, found.setting.tokens / fast_s]
-    at_ends = (dataclasses.replace(found.setting, hardware=found.hardware.at(end)) for end in ("fast", "slow"))
-    assert [explain(each.job(), found.found.bare, found.found.candidate).simulation.step_s for each in at_ends] == [
+    at_ends = (dataclasses.replace(found.setting, machine=found.hardware.at(end)) for end in ("fast", "slow"))
+    assert [explain(each, found.found.bare, found.found.candidate).simulation.step_s for each in at_ends] == [
         fast_s,
         slow_s,
     ]

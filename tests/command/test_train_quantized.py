@@ -155,7 +155,7 @@ def test_time_to_unpack_matrices_is_planned(weights: Path):
     found = answer(usual)
     packed = sum(p.numel for p in found.spec.units[1].params if p.name.endswith("base_layer.weight"))
     assert packed > 0
-    assert found.setting.profile.work[found.spec.units[1].name].unpacked_bytes == 5 * packed
+    assert found.setting.profile_of(usual.batch_size).work[found.spec.units[1].name].unpacked_bytes == 5 * packed
 
 
 def test_planned(command: Run, weights: Path):

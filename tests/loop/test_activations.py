@@ -33,7 +33,6 @@ from outcore.model import expensive_operations as dear
 from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.pools import Comfort
 from outcore.planner.paper.paper_schedule import schedule
-from outcore.preparation.plan_choice import Planner
 from outcore.spec.lane_names import Lane
 from outcore.spec.plan import POLICIES
 from outcore.spec.schedule import usual_visits
@@ -518,7 +517,8 @@ def test_autocast_is_in_the_plan(policy: str, tier: str, tmp_path: Path, monkeyp
     drive(model, adamw(model, fused=True))
     options = {"activations": tier, "device": DEVICE, "hardware": "none", "sample": {"input_ids": ids, "labels": ids}}
     with torch.autocast(DEVICE, torch.bfloat16):
-        monkeypatch.setattr(Planner, "_ways", lambda _, tier: [ActivationPolicy(tier, policy)])
+        way = ActivationPolicy(tier, policy)
+        monkeypatch.setattr("outcore.preparation.plan_choice.ways_to", lambda *_, **__: [way])
         prepared = outcore.prepare(twin, adamw(twin), budget=outcore.Budget(disk=tmp_path), **options)
     with prepared as (twin, optimizer):
         planned = {unit.saved_bytes for unit in optimizer.plan.units[1:]}

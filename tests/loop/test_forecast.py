@@ -18,7 +18,8 @@ from outcore.engine.activations import offloaded_call as away
 from outcore.model.partition import partition
 from outcore.planner.forward import watch
 from outcore.planner.search.evaluations import Evaluations
-from outcore.preparation.plan_choice import Planner, Timed, limits_of
+from outcore.planner.search.plan_question import UNLIMITED
+from outcore.preparation.plan_choice import choose_plan, limits_of, on_machine, question_of
 from outcore.preparation.prepare_options import Options
 from outcore.probe import measured_machines as kept
 from outcore.spec.hardware import Hardware
@@ -110,12 +111,11 @@ class TestTheFastest:
         device = CpuDevice(NO_FAULTS, None)
         slow = dataclasses.replace(MACHINE, disk=dataclasses.replace(MACHINE.disk, write_bytes_per_s=1e5))
         options = Options(sample=SAMPLE, budget=budget, hardware=slow)
-        limits, timed = limits_of(budget, device), Timed(cut, options, device)
-        plan, forecast = Planner(cut, options, device, limits, timed).placed().bare, timed.forecast()
+        asked = question_of(cut, options, device, limits_of(budget, device))
+        _, plan, _, question = choose_plan(asked, cut, options, device)
         device.close()
         assert any(unit.states == "disk" for unit in plan.units)
-        question = dataclasses.replace(forecast, limits=limits)
-        assert forecast.predict(plan).step_s == Evaluations(question).simulation(plan, None).step_s
+        assert question.predict(plan).step_s == Evaluations(question).simulation(plan, None).step_s
 
     @SUITS_THE_CPU
     def test_what_autocast_never_keeps_is_not_counted_on(self):
@@ -128,7 +128,9 @@ class TestTheFastest:
             with torch.autocast(DEVICE, torch.bfloat16, cache_enabled=has_cache):
                 cut = partition(make(), state_names=("exp_avg", "exp_avg_sq"))
                 device = CpuDevice(NO_FAULTS, None)
-                simulation = Timed(cut, Options(sample=SAMPLE, hardware=MACHINE), device).predict(plan)
+                options = Options(sample=SAMPLE, hardware=MACHINE)
+                question = on_machine(question_of(cut, options, device, UNLIMITED), cut, options, device)
+                simulation = question.predict(plan)
                 device.close()
             return simulation.step_s
 

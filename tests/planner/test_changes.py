@@ -13,8 +13,8 @@ from outcore.core.errors import PlanInfeasibleError
 from outcore.planner.homes.activation_policies import ActivationPolicy, Activations
 from outcore.planner.homes.placement import fitting, least, place
 from outcore.planner.search.curves import curves
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.search import Found, search
-from outcore.planner.search.setting import Setting
 from outcore.planner.timing.known_hardware import known_hardware
 from outcore.planner.timing.profile import Profile, UnitWork
 from outcore.spec.budget import Limits
@@ -26,7 +26,7 @@ STATE = 18 * MIB
 LAYERS = 3  # a search takes much longer for more layers
 
 
-def setting_of(device: float, host: float, disk: float, *, layers: int = LAYERS, **options: object) -> Setting:
+def setting_of(device: float, host: float, disk: float, *, layers: int = LAYERS, **options: object) -> PlanQuestion:
     """Args: device, host, disk: Room of each tier, in states of a layer."""
     model = layered(layers, root=0, layer=MIB)
     names = [unit.name for unit in model.units[1:]]
@@ -38,9 +38,9 @@ def setting_of(device: float, host: float, disk: float, *, layers: int = LAYERS,
         return Profile({unit.name: work for unit in model.units}, footprint)
 
     limits = Limits(device_bytes=int(device * STATE), host_bytes=int(host * STATE), disk_bytes=int(disk * STATE))
-    return Setting(
+    return PlanQuestion(
         model=model,
-        hardware=known_hardware("rtx-4090"),
+        machine=known_hardware("rtx-4090"),
         limits=limits,
         profile_of=functools.cache(profile_of),
         batch_size=4,
@@ -51,21 +51,21 @@ def setting_of(device: float, host: float, disk: float, *, layers: int = LAYERS,
 
 
 @pytest.fixture(scope="module")
-def case() -> tuple[Setting, Found]:
+def case() -> tuple[PlanQuestion, Found]:
     setting = setting_of(1.5, 2, 6)
-    return setting, search(setting.job())
+    return setting, search(setting)
 
 
 def test_an_estimate_is_no_slower_than_the_plan_that_was_found(case):
     setting, found = case
-    assert search(setting.job(), known=[found.candidate], effort=0.01).simulation.step_s <= found.simulation.step_s
+    assert search(setting, known=[found.candidate], effort=0.01).simulation.step_s <= found.simulation.step_s
 
 
 def test_an_estimate_fills_the_room_that_the_known_plan_leaves():
     """The plan for half of the device has far homes for units that now have room in near ones."""
     setting = setting_of(4, 2, 20, layers=12)
-    found = search(setting.job())
-    more = setting.with_limits(device_bytes=2 * setting.limits.device_bytes).job()
+    found = search(setting)
+    more = setting.with_limits(device_bytes=2 * setting.limits.device_bytes)
     estimated = search(more, known=[found.candidate], effort=0.25)
     assert estimated.simulation.step_s <= 1.15 * search(more).simulation.step_s
 
@@ -83,11 +83,11 @@ def test_more_memory_is_never_slower(case):
 def test_a_point_fits_if_it_does_with_any_way_to_treat_activations():
     """In little host memory activations cannot rest there, and in a little of the device they cannot stay."""
     setting = dataclasses.replace(setting_of(1.5, 2, 6, ways=(ActivationPolicy("host", "select"), None)), batch_size=8)
-    found = search(setting.job())
+    found = search(setting)
     for points in curves(setting, found)[:2]:
         field = "device_bytes" if points[3].value == setting.limits.device_bytes else "host_bytes"
         for point in points:
-            job = setting.with_limits(**{field: point.value}).job()
+            job = setting.with_limits(**{field: point.value})
             ways = [job.activations(way) for way in job.ways]
             fits = any(fitting(job.model, job.limits, way) is not None for way in ways)
             assert (point.step_s is not None) == fits
@@ -104,25 +104,24 @@ def test_batches_until_they_do_not_fit(case):
 
 def test_activations_take_what_they_need():
     setting = setting_of(1.5, 2, 6)
-    jobs = (replaced.job() for replaced in (setting, dataclasses.replace(setting, batch_size=64)))
-    small, large = (job.activations(None) for job in jobs)
+    small, large = (replaced.activations(None) for replaced in (setting, dataclasses.replace(setting, batch_size=64)))
     assert small.nbytes == pytest.approx(1.03 * (2 * MIB / 2 + 4 * MIB), abs=4096)
     assert large.nbytes == pytest.approx(16 * small.nbytes, abs=17 * 4096)
     assert small.share == large.share == 0
-    on_cpu = dataclasses.replace(setting, activation_share=0.0).job()
+    on_cpu = dataclasses.replace(setting, activation_share=0.0)
     assert (on_cpu.activations(None).nbytes, on_cpu.activations(None).share) == (0, 0.0)
 
 
 def test_of_a_model_that_cannot_be_followed_a_share_is_left():
     setting = setting_of(1.5, 2, 6)
-    work = setting.profile.work
-    job = dataclasses.replace(setting, profile_of=lambda _: Profile(work, None)).job()
+    work = setting.profile_of(4).work
+    job = dataclasses.replace(setting, profile_of=lambda _: Profile(work, None))
     assert (job.activations(None), job.saved) == (Activations(0, 0.3), {})
 
 
 def test_activations_that_leave_leave_less_of_the_host():
     setting, away = setting_of(1.5, 2, 6), ActivationPolicy("host", "keep")
-    job = dataclasses.replace(setting, ways=(away,)).job()
+    job = dataclasses.replace(setting, ways=(away,))
     assert job.activations(away).left(job.limits).host_bytes == setting.limits.host_bytes - LAYERS * 4 * MIB
     assert job.activations(away).left(job.limits).device_bytes == setting.limits.device_bytes - 4 * MIB  # a slot
     found = search(job)
@@ -132,7 +131,7 @@ def test_activations_that_leave_leave_less_of_the_host():
 
 def test_a_part_of_the_units_may_save_more_where_they_are():
     setting, third = setting_of(1.5, 2, 6), ActivationPolicy("device", "select", 1 / LAYERS)
-    job = dataclasses.replace(setting, ways=(third,)).job()
+    job = dataclasses.replace(setting, ways=(third,))
     assert job.activations(third).left(job.limits) == setting.limits
     more = 2 * MIB - MIB / 2  # one unit keeps products instead of its arguments alone
     assert job.activations(third).nbytes == pytest.approx(job.activations(None).nbytes + 1.03 * more, rel=0.05)
@@ -146,15 +145,15 @@ def test_a_part_of_the_units_may_save_more_where_they_are():
 def test_as_many_units_save_more_as_there_is_room_for():
     """There is no room for all units."""
     setting, select = setting_of(0.6, 6, 6), ActivationPolicy("device", "select")
-    found = search(dataclasses.replace(setting, ways=(None, select)).job())
+    found = search(dataclasses.replace(setting, ways=(None, select)))
     assert found.candidate.saves is not None
     assert 0 < found.candidate.saves.share < 1
-    assert found.simulation.step_s < 0.95 * search(setting.job()).simulation.step_s
+    assert found.simulation.step_s < 0.95 * search(setting).simulation.step_s
 
 
 def test_nothing_fits():
     with pytest.raises(PlanInfeasibleError, match="no placement fits"):
-        search(setting_of(0.1, 4, 12).job(), effort=0.25)
+        search(setting_of(0.1, 4, 12), effort=0.25)
 
 
 @pytest.mark.parametrize("activations", [Activations(), Activations(MIB, 0.3)])

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 
 from outcore.core.errors import PlanInfeasibleError
-from outcore.model.partition import Partition
 from outcore.order.gradients import Turns
 from outcore.planner.homes.pools import pools_for
 from outcore.planner.paper.paper_schedule import schedule
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.timing.known_hardware import known_hardware
 from outcore.planner.timing.known_parts import known_parts
 from outcore.planner.timing.profile import UnitWork, rates_for
 from outcore.planner.timing.rank_layout import ALONE, RankRates, Ranks, between, links_of, network_of, share_of
 from outcore.planner.timing.rates import OperationTimes, Rates
 from outcore.planner.timing.simulate import simulate
+from outcore.preparation.plan_choice import ChosenPlan
 from outcore.preparation.with_ranks import fastest
 from outcore.spec.budget import tier_bytes
 from outcore.spec.lane_names import Lane
@@ -161,26 +162,24 @@ def test_seconds_of_weights_between_ranks(sharing: Sharing, link: float, gather:
         assert sum({pace.seconds(op) for op in operations if op.kind == kind}) == pytest.approx(2 * expected)
 
 
-def test_the_fastest_way_to_have_weights_and_the_first_where_others_gain_little():
+def test_the_fastest_way_to_have_weights_and_the_first_where_others_gain_little(monkeypatch: pytest.MonkeyPatch):
     model = layered(4, root=0, layer=MIB, precision="bf16").among(2, 0)
     steps_s: dict[Sharing, float | None] = {"copy": 1.0, "cut": 0.96, "node": 0.9}
-    asked: list[Sharing] = []
 
-    class Known:
-        def turn_to(self, cut: Any) -> None:
-            asked.append(cut.spec.sharing)
-
-        def predict(self, plan: Plan) -> Any:
-            step_s = steps_s[asked[-1]]
-            return None if step_s is None else SimpleNamespace(step_s=step_s)
-
-    def make(cut: Partition, timed: Any) -> tuple[Plan, str]:
-        if (name := cut.spec.sharing) not in steps_s:
+    def make(question: PlanQuestion) -> ChosenPlan:
+        if (name := question.model.sharing) not in steps_s:
             raise PlanInfeasibleError(f"no room for {name}", {})
-        return plan_of(model, weights="disk" if steps_s[name] is None else "host"), name
+        plan = plan_of(model, weights="disk" if steps_s[name] is None else "host")
+        machine = None if steps_s[name] is None else Rates(forward_s={}, backward_s={})
+        return ChosenPlan(plan, plan, None, dataclasses.replace(question, machine=machine))
 
     def found(*sharings: Sharing) -> str:
-        return fastest(sharings, Partition(spec=model, modules=[], params=[]), Known(), make)[1][1]  # type: ignore[arg-type]
+        return fastest(sharings, PlanQuestion(model=model), make).question.model.sharing
+
+    def predict(question: PlanQuestion, plan: Plan) -> Any:
+        return SimpleNamespace(step_s=steps_s[question.model.sharing])
+
+    monkeypatch.setattr(PlanQuestion, "predict", predict)
 
     assert found("copy", "cut") == "copy"
     assert found("copy", "cut", "node") == "node"
@@ -193,12 +192,12 @@ def test_the_fastest_way_to_have_weights_and_the_first_where_others_gain_little(
 
 @pytest.mark.parametrize("least", ["copy", "cut"])
 def test_where_no_way_to_have_weights_fits_the_error_is_that_of_the_way_that_needs_least(least: Sharing):
-    def make(cut: Partition, timed: Any) -> tuple[Plan, str]:
-        raise PlanInfeasibleError("no room", {"device": 8, "host": 8 if cut.spec.sharing == least else 9})
+    def make(question: PlanQuestion) -> ChosenPlan:
+        raise PlanInfeasibleError("no room", {"device": 8, "host": 8 if question.model.sharing == least else 9})
 
     ways: tuple[Sharing, Sharing] = ("copy", "cut")
     with pytest.raises(PlanInfeasibleError) as caught:
-        fastest(ways, Partition(spec=layered(1), modules=[], params=[]), SimpleNamespace(turn_to=id), make)  # type: ignore[arg-type]
+        fastest(ways, PlanQuestion(model=layered(1)), make)
     assert caught.value.required_bytes["host"] == 8
 
 

@@ -18,6 +18,7 @@ from planning.near_best import compare, random_job
 
 from outcore.command.plan.answer import answer
 from outcore.core.errors import PlanInfeasibleError
+from outcore.planner.forward.footprint import Footprint
 from outcore.planner.homes.activation_policies import ActivationPolicy
 from outcore.planner.homes.check import check_plan
 from outcore.planner.homes.placement import place
@@ -29,6 +30,7 @@ from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.plan_space import ALL_DEVICE, ALL_DISK, ALL_HOST, KINDS, TIGHT, Candidate
 from outcore.planner.search.search import Found, _PlanSearch, search
 from outcore.planner.search.wear import least_worn
+from outcore.planner.timing.profile import Profile
 from outcore.planner.timing.rates import Rates
 from outcore.planner.timing.simulate import Simulation, simulate
 from outcore.spec.budget import Limits, tier_bytes
@@ -54,7 +56,9 @@ def rates_of(model: ModelSpec, **changes: Any) -> Rates:
     )
 
 
-def job_of(num_layers: int, device: float, host: float, disk: float = 0, **options: Any) -> PlanQuestion:
+def job_of(
+    num_layers: int, device: float, host: float, disk: float = 0, footprint: Footprint | None = None, **options: Any
+) -> PlanQuestion:
     """Args: device, host, disk: Room of each tier, in states of a layer."""
     model = layered(num_layers, root=0, layer=MIB)
     limits = Limits(
@@ -62,7 +66,8 @@ def job_of(num_layers: int, device: float, host: float, disk: float = 0, **optio
         host_bytes=int(host * STATE),
         disk_bytes=int(disk * STATE) if disk else None,
     )
-    return PlanQuestion(model=model, limits=limits, rates=rates_of(model), **options)
+    options = {**options, "profile_of": lambda _: Profile({}, footprint)}
+    return PlanQuestion(model=model, limits=limits, machine=rates_of(model), **options)
 
 
 def step_s(job: PlanQuestion, plan: Plan) -> float:
@@ -77,7 +82,7 @@ JOBS = {
     "little host": lambda: job_of(3, 1.5, 2.2, 9),
     "neither host nor disk alone": lambda: job_of(4, 1, 2.5, 2),
     "two micro-batches": lambda: job_of(2, 1, 9, micro_batches=2),
-    "updates inside backward": lambda: job_of(3, 1, 12, is_promised=True, clipping=False),
+    "updates inside backward": lambda: job_of(3, 1, 12, clipping=False),
     "activations": lambda: job_of(2, 2, 9, activation_share=0.3, footprint=FOOTPRINT, ways=WAYS),
     "no host for activations": lambda: job_of(
         2, 3.0, 0.02, activation_share=0.3, footprint=FOOTPRINT, ways=(None, ActivationPolicy("host", "select"))
@@ -107,7 +112,7 @@ def test_keeps_to_the_limits(case):
     with_activations = tier_bytes(job.model, job.as_run(found.plan, found.candidate.saves))
     assert all(with_activations[tier] <= most for tier, most in limits.by_tier.items())
     check_plan(job.model, found.plan, limits)
-    assert not any(unit.early for unit in found.plan.units) or job.is_promised
+    assert not any(unit.early for unit in found.plan.units) or not job.clipping
 
 
 def test_is_never_slower_than_todays_rule_and_says_why_others_lost(case):
@@ -115,7 +120,7 @@ def test_is_never_slower_than_todays_rule_and_says_why_others_lost(case):
     today = place(
         job.model,
         job.limits,
-        accumulation_steps=job.micro_batches if job.is_promised else None,
+        accumulation_steps=job.promised_steps,
         activations=job.activations(None),
     )
     assert found.simulation.step_s <= step_s(job, today) * (1 + 1e-9)
@@ -138,7 +143,7 @@ def test_is_always_the_same():
 def test_updates_begin_where_gradients_come_first():
     """Gradients come home slowly, and those of the first units come last."""
     job = job_of(12, 0.5, 20)
-    job = dataclasses.replace(job, rates=rates_of(job.model, d2h=2 * MIB / 4e-3))
+    job = dataclasses.replace(job, machine=rates_of(job.model, d2h=2 * MIB / 4e-3))
     found = search(job)
     usual = dataclasses.replace(found.plan, updated_first=())
     assert found.simulation.step_s < 0.99 * step_s(job, usual)
@@ -186,7 +191,7 @@ def test_with_several_micro_batches_little_memory_goes_to_a_slot_to_fetch_ahead(
 
 @pytest.mark.parametrize("clipping", [True, False])
 def test_long_steps_are_compared_by_a_few_of_their_micro_batches(clipping: bool):
-    job = job_of(9, 4, 20, 60, micro_batches=11, clipping=clipping, is_promised=not clipping)
+    job = job_of(9, 4, 20, 60, micro_batches=11, clipping=clipping)
     looks = Evaluations(job)
     assert looks.num_played == 4
     for kind in (ALL_HOST, UnitHomes("device", "host", "host"), UnitHomes("host", "host", "disk"), ALL_DISK):
@@ -264,7 +269,7 @@ def test_updates_come_in_turn_where_forward_would_wait_for_those_whose_states_sl
     job = job_of(num_layers, 0.5, host, 40)
     rates = rates_of(job.model, disk_read=30e9, disk_write=30e9)
     updates = {"update": MIB / 0.9e-3, "device_update": MIB / 10e-3, "compute": 30e9}
-    found = search(dataclasses.replace(job, rates=dataclasses.replace(rates, parameters_per_s=updates)))
+    found = search(dataclasses.replace(job, machine=dataclasses.replace(rates, parameters_per_s=updates)))
     usual = dataclasses.replace(found.plan, kept_updated_first=True)
     assert found.simulation.step_s < 0.997 * found.looks.simulation(usual, None).step_s
 
@@ -273,7 +278,7 @@ def test_of_plans_that_are_about_as_fast_the_one_that_writes_least_is_taken(monk
     """The drive is fast, and host memory has room for all. Without the drive a step is 2.7% longer."""
     monkeypatch.setattr("outcore.planner.search.wear.WORTH", 0.03)
     job = job_of(3, 1, 3.9, 9)
-    job = dataclasses.replace(job, rates=rates_of(job.model, disk_read=28e9, disk_write=28e9))
+    job = dataclasses.replace(job, machine=rates_of(job.model, disk_read=28e9, disk_write=28e9))
     found = search(job)
     assert found.simulation.written_s == 0
     assert found.simulation.step_s <= 1.03 * found.fastest_s
@@ -284,7 +289,7 @@ def test_of_plans_that_are_about_as_fast_the_one_that_writes_least_is_taken(monk
 def test_plans_that_write_less_are_tried_as_well(monkeypatch: pytest.MonkeyPatch):
     """Host memory has no room for all. A search for speed alone does not come to the plan that is taken."""
     job = job_of(3, 1, 2.9, 9)
-    job = dataclasses.replace(job, rates=rates_of(job.model, disk_read=10e9, disk_write=10e9))
+    job = dataclasses.replace(job, machine=rates_of(job.model, disk_read=10e9, disk_write=10e9))
     found = search(job)
     assert found.simulation.step_s <= 1.01 * found.fastest_s
     monkeypatch.setattr("outcore.planner.search.search.sparing", lambda *_: [])
@@ -334,7 +339,7 @@ def test_fewer_bytes_are_never_slower_by_more_than_decoding_takes(seed: int):
 def test_a_known_model_with_compact_masters_is_no_slower_than_decoding():
     asked = Asked("meta-llama/Llama-3.1-8B", "rtx-4090" + SERVER, "21.6GiB", "120GiB", 4).question()
     whole, found = (answer(dataclasses.replace(asked, master_format=form)) for form in ("fp32", "compact"))
-    assert_no_slower_than_decoding(found.setting.job(), whole.found, found.found)
+    assert_no_slower_than_decoding(found.setting, whole.found, found.found)
 
 
 def test_where_everything_fits_nothing_moves():
@@ -411,10 +416,10 @@ def test_beginning_again_finds_what_changes_alone_do_not(monkeypatch: pytest.Mon
 
 def test_updates_run_inside_backward_where_that_is_faster():
     """Updates take about as long as backward. Without the promise none may run there."""
-    job = job_of(8, 1, 12, clipping=False, is_promised=True)
+    job = job_of(8, 1, 12, clipping=False)
     updates = {"update": MIB / 4e-3, "device_update": MIB / 100e-3, "compute": 30e9}
-    job = dataclasses.replace(job, rates=dataclasses.replace(job.rates, parameters_per_s=updates))
+    job = dataclasses.replace(job, machine=dataclasses.replace(job.rates, parameters_per_s=updates))
     found = search(job)
     assert any(unit.early for unit in found.plan.units)
-    late = search(dataclasses.replace(job, clipping=True, is_promised=False))
+    late = search(dataclasses.replace(job, clipping=True))
     assert found.simulation.step_s < 0.8 * late.simulation.step_s

@@ -16,11 +16,12 @@ from torch import nn
 from outcore.device.opening import device_name, open_device
 from outcore.memory.machine import Others
 from outcore.model.partition import Partition, partition
+from outcore.planner.search.plan_question import UNLIMITED
 from outcore.planner.timing.counted import counted_work
 from outcore.planner.timing.known_hardware import known_hardware
 from outcore.planner.timing.profile import UnitTimes, UnitWork, rates_for
 from outcore.planner.timing.rank_layout import Ranks
-from outcore.preparation.plan_choice import Timed
+from outcore.preparation.plan_choice import on_machine, question_of
 from outcore.preparation.prepare_options import Options
 from outcore.probe import block_times as blocks
 from outcore.probe import kept_blocks
@@ -283,5 +284,5 @@ def test_a_run_measures_blocks_on_its_own_machine_alone(compiles, monkeypatch):
     with open_device(DEVICE) as device:
         for hardware in (MACHINE, dataclasses.replace(MACHINE, name=device_name(DEVICE))):
             options = Options(sample=sample_of("llama"), hardware=hardware, compile=compiles)
-            assert Timed(cut, options, device).forecast() is not None
+            assert on_machine(question_of(cut, options, device, UNLIMITED), cut, options, device) is not None
     assert len(found) == (not compiles)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from outcore.model.casts import Autocast
 from outcore.model.partition import Partition
 from outcore.planner.forward.footprint import Footprint
 from outcore.planner.forward.saved_bytes import footprint_of
-from outcore.planner.homes.activation_policies import ActivationPolicy, Activations, ways_to, workspace_bytes
+from outcore.planner.homes.activation_policies import ActivationPolicy, ways_to, workspace_bytes
 from outcore.planner.homes.check import check_plan, room_bytes, with_room
 from outcore.planner.homes.early_placement import with_early_updates
 from outcore.planner.homes.placement import fitting, refusal
@@ -26,7 +26,7 @@ from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.plan_space import Candidate
 from outcore.planner.search.search import better_than
 from outcore.planner.timing.counted import counted_work
-from outcore.planner.timing.profile import Profile, UnitWork, rates_for
+from outcore.planner.timing.profile import Profile, UnitWork
 from outcore.planner.timing.rank_layout import ALONE, Ranks
 from outcore.planner.timing.simulate import Simulation
 from outcore.preparation.forecast import DeviceFacts, Loop, asked_hardware, hardware_for
@@ -34,7 +34,7 @@ from outcore.preparation.prepare_options import Options, tier_of_activations
 from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Budget, Limits
 from outcore.spec.hardware import Hardware
-from outcore.spec.plan import AwayTier, Plan, UnitPlan
+from outcore.spec.plan import AwayTier, Plan
 
 _DEVICE_SHARE = 0.9  # of free memory, if there is no budget: the rest is for the driver and fragmentation
 _HOST_SHARE = 0.8
@@ -43,28 +43,35 @@ _BESIDE_BYTES, _BESIDE_UNITS = 64 * 2**20, 4
 threads and libraries and, on the CPU, fresh gradients of a unit, as a multiple of its weights."""
 
 
-def choose_plan(cut: Partition, options: Options, device: Device, timed: Timed) -> Plan:
-    """Return the given plan if it can be followed, or search a plan within the budget.
+class ChosenPlan(NamedTuple):
+    """The plan of a run, and the question that it answers."""
+
+    plan: Plan
+    bare: Plan
+    """The plan without the activations that leave."""
+    candidate: Candidate | None
+    """Short description of the plan; None if it is the rule's, or a given one."""
+    question: PlanQuestion
+    """Of the ways to treat activations, the rule's is the first. It has a machine if the plan was searched."""
+
+
+def choose_plan(question: PlanQuestion, cut: Partition, options: Options, device: Device) -> ChosenPlan:
+    """Return the given plan if it can be followed, or search a plan within the limits.
 
     Args:
+        question: From ``question_of``.
         cut: The model.
         options: The user's arguments.
         device: The device that will compute.
-        timed: Predictions for the same model and options.
 
     Raises:
         ConfigError: An argument cannot be used, or the plan is for another model.
         PlanInfeasibleError: The budget does not suffice.
     """
-    return plan_within(limits_of(options.budget, device), cut, options, device, timed)
-
-
-def plan_within(limits: Limits, cut: Partition, options: Options, device: Device, timed: Timed) -> Plan:
-    """``choose_plan`` within given limits."""
     if options.hardware is not None:
         asked_hardware(options.hardware)  # a wrong name is refused also where no times are needed
     if options.plan is None:
-        return Planner(cut, options, device, limits, timed).placed().plan
+        return planned(question, cut, options, device)
     if options.activations is not None:
         raise ConfigError(
             "activations: expected it without plan=, which says where activations rest, but got both; leave one out"
@@ -75,7 +82,7 @@ def plan_within(limits: Limits, cut: Partition, options: Options, device: Device
             f"prepare: expected the accumulation_steps that the plan was made for ({promised}), but got {given}; "
             "leave it out, or make the plan again"
         )
-    check_plan(cut.spec, options.plan, limits)
+    check_plan(question.model, options.plan, question.limits)
     if options.compile is not False and any(unit.policy == "select" for unit in options.plan.units):
         raise ConfigError(
             "compile: expected a plan without the policy 'select', under which compiled code would round differently; "
@@ -86,230 +93,169 @@ def plan_within(limits: Limits, cut: Partition, options: Options, device: Device
             "prepare: expected clipping=True with a plan that leaves gradients to autograd (plain), but got False; "
             "set plain to false in the plan, or make the plan again"
         )
-    room = min(options.plan.kept_bytes, room_bytes(cut.spec, options.plan, limits))
-    return dataclasses.replace(options.plan, kept_bytes=room)
+    room = min(options.plan.kept_bytes, room_bytes(question.model, options.plan, question.limits))
+    return ChosenPlan(dataclasses.replace(options.plan, kept_bytes=room), options.plan, None, question)
 
 
-class Timed:
-    """Predicts plans of a run in time. What the model computes and saves is worked out once, at the first use."""
+def question_of(
+    cut: Partition, options: Options, device: DeviceFacts, limits: Limits, *, ranks: Ranks = ALONE
+) -> PlanQuestion:
+    """Return what is asked, for a machine that is not known yet: see ``on_machine``.
 
-    def __init__(
-        self,
-        cut: Partition,
-        options: Options,
-        device: DeviceFacts,
-        *,
-        profile: Profile | None = None,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        """Args: as for ``choose_plan``. profile: Of the sample; None: follow the model. ranks: All that train."""
-        self._cut, self._options, self._device, self._profile = cut, options, device, profile
-        self._ranks = ranks
-        self._known: PlanQuestion | None = None
-
-    def turn_to(self, cut: Partition) -> None:
-        """Predict from now on for another way in which ranks share weights. Args: cut: The model with that sharing."""
-        self._cut = cut
-        self._known = None if self._known is None else dataclasses.replace(self._known, model=cut.spec)
-
-    def predict(self, plan: Plan) -> Simulation | None:
-        """Predict steps of a plan; None if the micro-batch or the machine is not known."""
-        forecast = self.forecast(may_measure=not plan.rests_on_device)
-        return None if forecast is None else forecast.predict(plan)
-
-    def forecast(self, *, may_measure: bool = True) -> PlanQuestion | None:
-        """Return what is asked, without limits; None if micro-batch or machine are not known.
-
-        Args: may_measure: See ``hardware_for``.
-        """
-        if self._known is None:
-            self._known = self._make(may_measure=may_measure)
-        return self._known
-
-    def _make(self, *, may_measure: bool) -> PlanQuestion | None:
-        options, device, spec = self._options, self._device, self._cut.spec
-        if options.sample is None:
-            return None
-        autocast = Autocast.now(device.torch_device)
-        with autocast.off():  # since the machine may be measured now
-            hardware = hardware_for(options.hardware, device, options.budget.paths, may_measure=may_measure)
-        work = None if hardware is None else self._work(hardware)
-        if hardware is None or work is None:
-            return None
-        steps = options.accumulation_steps
-        loop = options.loop or Loop(steps or 1, clips=options.clipping, is_promised=steps is not None)
-        return PlanQuestion(
-            model=spec,
-            rates=rates_for(hardware, spec, work, in_bf16=autocast.is_on, ranks=self._ranks),
-            micro_batches=loop.micro_batches,
-            is_promised=loop.is_promised,
-            clipping=loop.clips,
-            activation_share=device.activation_share,
-            footprint=self.footprint,
-            keeps_what_fits=self.keeps_what_fits,
-            may_be_plain=options.clipping and steps is None,
-        )
-
-    @property
-    def keeps_what_fits(self) -> bool:
-        """Whether calls keep what fits in a plan that is not plain. False under autocast with its cache of casts.
-
-        See docs/explanation/activations.md, Keep what fits.
-        """
-        return not (Autocast.now(self._device.torch_device).is_on and torch.is_autocast_cache_enabled())
-
-    def _work(self, hardware: Hardware) -> Mapping[str, UnitWork] | None:
-        """Return the work of units; None, with a warning, if the model cannot be followed on shapes alone."""
-        if self._profile is not None:
-            return self._profile.work
-        sample, device, is_compiled = self._options.sample or {}, self._device, self._options.compile is not False
-        try:
-            work = counted_work(self._cut, sample, device.torch_device)
-        except ConfigError as error:
-            warnings.warn(f"the plan was made without predicted times: {error}", stacklevel=2)
-            return None
-        if is_compiled or not isinstance(device, Device) or not runs_here(self._cut, hardware, device.torch_device):
-            return work
-        return with_times(work, self._cut, sample, device, hardware)
-
-    @functools.cached_property
-    def footprint(self) -> Footprint | None:
-        """Footprint of the sample. None if there is no sample, or if it cannot be followed (a warning if it matters).
-
-        Raises:
-            ConfigError: The model cannot be followed, and the user wants activations on another tier.
-        """
-        options, device = self._options, self._device
-        if self._profile is not None or options.sample is None:
-            return None if self._profile is None else self._profile.footprint
-        makes_logits = options.loop is None or options.loop.makes_logits
-        try:
-            return footprint_of(self._cut, options.sample, device.torch_device, makes_logits=makes_logits)
-        except ConfigError as error:
-            if options.activations is not None:
-                raise
-            if device.activation_share:
-                warnings.warn(
-                    f"the plan leaves {device.activation_share:.0%} of the device to activations, since their size "
-                    f"is not known: {error}",
-                    stacklevel=2,
-                )
-            return None
+    Args: as for ``choose_plan``. limits: The most to take. ranks: All that train.
+    """
+    is_cast = torch.is_autocast_enabled(device.torch_device.type)
+    return PlanQuestion(
+        model=cut.spec,
+        limits=limits,
+        profile_of=functools.cache(lambda _: Profile({}, _footprint(cut, options, device))),
+        micro_batches=(options.loop or Loop(options.accumulation_steps or 1)).micro_batches,
+        clipping=options.early_steps is None,
+        activation_share=device.activation_share,
+        # With its cache of casts, autocast saves other tensors: see docs/explanation/activations.md, Keep what fits.
+        keeps_what_fits=not (is_cast and torch.is_autocast_cache_enabled()),
+        may_be_plain=options.clipping and options.accumulation_steps is None,
+        in_bf16=is_cast,
+        ranks=ranks,
+    )
 
 
-class PlacedPlan(NamedTuple):
-    """A plan, and how it came about."""
+def on_machine(
+    question: PlanQuestion, cut: Partition, options: Options, device: DeviceFacts, *, may_measure: bool = True
+) -> PlanQuestion | None:
+    """Return the question with the machine; None if it or the micro-batch is not known.
 
-    plan: Plan
-    bare: Plan
-    """The plan without the activations that leave."""
-    candidate: Candidate | None
-    """Short description of the plan; None if it is the rule's."""
-    way: ActivationPolicy | None
-    """What units save and where that rests; None: activations stay, and are recomputed."""
-    rule: ActivationPolicy | None
-    """The same of the rule's plan."""
+    Args: as for ``choose_plan``. may_measure: See ``hardware_for``.
+    """
+    if question.machine is not None or options.sample is None:
+        return None if question.machine is None else question
+    with Autocast.now(device.torch_device).off():  # since the machine may be measured now
+        hardware = hardware_for(options.hardware, device, options.budget.paths, may_measure=may_measure)
+    work = None if hardware is None else _work(cut, options, device, hardware)
+    if work is None:
+        return None
+    return dataclasses.replace(
+        question, machine=hardware, profile_of=lambda rows: Profile(work, question.profile_of(rows).footprint)
+    )
 
 
-class Planner:
-    """Finds the plan of one model within given limits."""
+def predicted(chosen: ChosenPlan, cut: Partition, options: Options, device: DeviceFacts) -> Simulation | None:
+    """Predict steps of a plan; None if the micro-batch or the machine is not known. Args: as for ``choose_plan``."""
+    question = on_machine(chosen.question, cut, options, device, may_measure=not chosen.plan.rests_on_device)
+    return None if question is None else question.predict(chosen.plan)
 
-    def __init__(self, cut: Partition, options: Options, device: DeviceFacts, limits: Limits, timed: Timed) -> None:
-        """Args: options: Options without a plan."""
-        self._cut, self._options, self._device, self._limits, self._timed = cut, options, device, limits, timed
-        self._tier = tier_of_activations(options)
-        is_asked = self._tier is not None or device.activation_share > 0
-        self._footprint = timed.footprint if is_asked else None
 
-    def placed(self) -> PlacedPlan:
-        """Find a plan. Activations rest where the user wants them, else where the predicted step is shortest."""
-        usual = self.usual()
-        away = [] if self._tier is not None else [*self._selected(), *self._anywhere()]
-        return self._searched(usual, away)._replace(rule=usual.way)
+def _work(cut: Partition, options: Options, device: DeviceFacts, hardware: Hardware) -> Mapping[str, UnitWork] | None:
+    """Return the work of units; None, with a warning, if the model cannot be followed on shapes alone."""
+    sample = options.sample or {}
+    try:
+        work = counted_work(cut, sample, device.torch_device)
+    except ConfigError as error:
+        warnings.warn(f"the plan was made without predicted times: {error}", stacklevel=2)
+        return None
+    is_compiled = options.compile is not False
+    if is_compiled or not isinstance(device, Device) or not runs_here(cut, hardware, device.torch_device):
+        return work
+    return with_times(work, cut, sample, device, hardware)
 
-    def usual(self) -> PlacedPlan:
-        """Return the rule's plan, without a search for a faster one. Raises: PlanInfeasibleError: Nothing fits."""
-        return self._first_fitting(self._ways(self._tier) if self._tier is not None else [None, *self._anywhere()])
 
-    def _searched(self, usual: PlacedPlan, others: Sequence[ActivationPolicy]) -> PlacedPlan:
-        """Return the fastest plan. Args: usual: The rule's plan. others: Other ways to treat activations."""
-        if usual.bare.rests_on_device and (not others or self._keeps_all(usual)):
-            return usual
-        steps, forecast = self._options.early_steps, self._timed.forecast()
-        if forecast is not None:
-            stays = [None] if others else []
-            is_early = forecast.may_be_early
-            question = dataclasses.replace(
-                forecast,
-                limits=self._limits,
-                ways=tuple(dict.fromkeys((usual.way, *stays, *others))),
-                is_promised=is_early,
-                clipping=not is_early,
+def _footprint(cut: Partition, options: Options, device: DeviceFacts) -> Footprint | None:
+    """Return the footprint of the sample. None if there is none, or if it cannot be followed (a warning if it matters).
+
+    Raises:
+        ConfigError: The model cannot be followed, and the user wants activations on another tier.
+    """
+    if options.sample is None:
+        return None
+    makes_logits = options.loop is None or options.loop.makes_logits
+    try:
+        return footprint_of(cut, options.sample, device.torch_device, makes_logits=makes_logits)
+    except ConfigError as error:
+        if options.activations is not None:
+            raise
+        if device.activation_share:
+            warnings.warn(
+                f"the plan leaves {device.activation_share:.0%} of the device to activations, since their size "
+                f"is not known: {error}",
+                stacklevel=2,
             )
-            found, candidate = better_than(usual.bare, question)
-            return self._whole(found, candidate, usual.way if candidate is None else candidate.saves)
-        if steps is None:  # every clipped step would lose its early updates; only a measured run can weigh that
-            return usual
-        left = self._activations(usual.way).left(self._limits)
-        promised = dataclasses.replace(usual.bare, accumulation_steps=steps)
-        return self._whole(with_early_updates(self._cut.spec, promised, left), None, usual.way)
+        return None
 
-    def _keeps_all(self, usual: PlacedPlan) -> bool:
-        """Whether nothing is recomputed, or no footprint tells what is."""
-        if self._footprint is None:
-            return True
-        keeps = usual.plan.plain or self._timed.keeps_what_fits
-        return keeps and self._footprint.keep_bytes <= usual.plan.kept_bytes
 
-    def _first_fitting(self, ways: Sequence[ActivationPolicy | None]) -> PlacedPlan:
-        """Return the rule's plan with the first way for which there is room (None: activations stay)."""
-        spec, steps = self._cut.spec, self._options.accumulation_steps
-        for way in ways:
-            activations = self._activations(way)
-            bare = fitting(spec, self._limits, activations, accumulation_steps=steps)
-            if bare is not None:
-                return self._whole(bare, None, way)
-        raise refusal(spec, self._limits, list(map(self._activations, ways)))
+def planned(
+    question: PlanQuestion, cut: Partition, options: Options, device: DeviceFacts, *, searches: bool = True
+) -> ChosenPlan:
+    """Find a plan. Activations rest where the user wants them, else where the predicted step is shortest.
 
-    def _activations(self, way: ActivationPolicy | None) -> Activations:
-        names = (unit.name for unit in self._cut.spec.units)
-        return Activations.of(names, self._footprint, self._device.activation_share, way)
+    Args: as for ``choose_plan``. searches: Whether to search for a faster plan than the rule's.
 
-    def _anywhere(self) -> Iterator[ActivationPolicy]:
-        """Yield ways to host memory and disk. There are none from a device that uses host memory."""
-        if not self._device.has_host_memory:
-            yield from self._ways("host")
-            yield from self._ways("disk") if self._limits.disk_bytes else ()
+    Raises:
+        PlanInfeasibleError: Nothing fits.
+    """
+    usual = _usual(dataclasses.replace(question, ways=_ways(question, options, device)), options)
+    plan, bare, _, question = usual
+    is_best = bare.rests_on_device and (len(question.ways) == 1 or _keeps_all(question, plan))
+    if is_best or not searches:
+        return usual
+    timed = on_machine(question, cut, options, device)
+    if timed is not None:
+        bare, candidate = better_than(bare, timed)
+        way = timed.ways[0] if candidate is None else candidate.saves
+        return ChosenPlan(_whole(timed, bare, way, options), bare, candidate, timed)
+    if question.clipping:  # a clipped step would lose its early updates; only a measured run can weigh that
+        return usual
+    left = question.activations(question.ways[0]).left(question.limits)
+    promised = dataclasses.replace(bare, accumulation_steps=question.micro_batches)
+    bare = with_early_updates(question.model, promised, left)
+    return ChosenPlan(_whole(question, bare, question.ways[0], options), bare, None, question)
 
-    def _selected(self) -> Iterator[ActivationPolicy]:
-        """Yield ``select`` on a device with its own memory: results that are dear to compute stay beside arguments."""
-        saved = {} if self._footprint is None else self._footprint.saved
-        gains = any(unit.select > unit.recompute for unit in saved.values())
-        if (
-            self._footprint is not None
-            and gains
-            and self._options.compile is False
-            and not self._device.has_host_memory
-        ):
-            yield ActivationPolicy("device", "select")
 
-    def _ways(self, tier: AwayTier) -> list[ActivationPolicy]:
-        footprint, may_select = self._footprint, self._options.compile is False
-        return [] if footprint is None else ways_to(tier, footprint, may_select=may_select)
+def _usual(question: PlanQuestion, options: Options) -> ChosenPlan:
+    """Return the rule's plan, with the first way for which there is room. Raises: PlanInfeasibleError: Nothing fits."""
+    ways, steps = [way for way in question.ways if way is None or way.tier != "device"], options.accumulation_steps
+    for way in ways:
+        bare = fitting(question.model, question.limits, question.activations(way), accumulation_steps=steps)
+        if bare is not None:
+            others = question.ways if None in question.ways else ()
+            question = dataclasses.replace(question, ways=tuple(dict.fromkeys((way, *others))))
+            return ChosenPlan(_whole(question, bare, way, options), bare, None, question)
+    raise refusal(question.model, question.limits, list(map(question.activations, ways)))
 
-    def _whole(self, bare: Plan, candidate: Candidate | None, way: ActivationPolicy | None) -> PlacedPlan:
-        """Add the activations that leave, and the room that is left to keep others."""
-        spec, plan = self._cut.spec, self._activations(way).applied(bare)
-        plan = dataclasses.replace(plan, workspace_bytes=self._workspace_bytes(plan.units))
-        check_plan(spec, plan, self._limits)
-        plan = with_room(spec, plan, self._limits, clipping=self._options.clipping)
-        return PlacedPlan(plan, bare, candidate, way, way)
 
-    def _workspace_bytes(self, units: Sequence[UnitPlan]) -> int:
-        """Return device bytes to leave to activations and workspace; 0: not known, or not in the device's budget."""
-        if self._footprint is None or not self._device.activation_share:
-            return 0
-        return workspace_bytes(self._footprint, units)
+def _keeps_all(question: PlanQuestion, plan: Plan) -> bool:
+    """Whether nothing is recomputed, or no footprint tells what is."""
+    if question.footprint is None:
+        return True
+    return (plan.plain or question.keeps_what_fits) and question.footprint.keep_bytes <= plan.kept_bytes
+
+
+def _ways(question: PlanQuestion, options: Options, device: DeviceFacts) -> tuple[ActivationPolicy | None, ...]:
+    """Return what may become of activations: they go where the user wants them, else stay or go anywhere.
+
+    There is no way but to stay for a device that uses host memory, nor for a model that cannot be followed.
+    """
+    tier, may_select = tier_of_activations(options), options.compile is False
+    if tier is None and (device.has_host_memory or not device.activation_share):
+        return (None,)
+    footprint = question.footprint
+    if footprint is None:
+        return (None,) if tier is None else ()
+    if tier is not None:
+        return tuple(ways_to(tier, footprint, may_select=may_select))
+    gains = may_select and any(unit.select > unit.recompute for unit in footprint.saved.values())
+    tiers: list[AwayTier] = ["host", "disk"] if question.limits.disk_bytes else ["host"]
+    away = [way for tier in tiers for way in ways_to(tier, footprint, may_select=may_select)]
+    # Results that are expensive to compute may stay beside arguments.
+    return (None, *([ActivationPolicy("device", "select")] if gains else []), *away)
+
+
+def _whole(question: PlanQuestion, bare: Plan, way: ActivationPolicy | None, options: Options) -> Plan:
+    """Add the activations that leave, and the room that is left to keep others."""
+    plan, limits, share = question.activations(way).applied(bare), question.limits, question.activation_share
+    workspace = workspace_bytes(question.footprint, plan.units) if share and question.footprint is not None else 0
+    plan = dataclasses.replace(plan, workspace_bytes=workspace)
+    check_plan(question.model, plan, limits)
+    return with_room(question.model, plan, limits, clipping=options.clipping)
 
 
 def limits_of(budget: Budget, device: Device, *, num_sharers: int = 1, unit_bytes: int = 0) -> Limits:

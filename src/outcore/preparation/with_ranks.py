@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,17 +24,17 @@ from outcore.memory.machine import host_bytes
 from outcore.model.partition import Partition
 from outcore.optim.rules import UpdateRule, said
 from outcore.planner.homes.check import check_plan
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.timing.rank_layout import Ranks
-from outcore.preparation.plan_choice import Timed, choose_plan, limits_of, plan_within
+from outcore.preparation.plan_choice import ChosenPlan, choose_plan, limits_of, question_of
 from outcore.preparation.prepare_options import Options
 from outcore.ranks.agreement import agree, least_limits
 from outcore.ranks.one_copy import shared_memory
 from outcore.ranks.world import World, join_world, num_local_ranks, num_ranks
 from outcore.spec.budget import Budget, Limits
-from outcore.spec.model import ModelSpec, Sharing
+from outcore.spec.model import Sharing
 from outcore.spec.plan import TIERS, Plan
 
-P = TypeVar("P")
 T = TypeVar("T", bound=str)
 
 
@@ -81,7 +82,8 @@ def chosen(
         PlanInfeasibleError: The budget does not suffice.
     """
     if world is None:
-        return cut, choose_plan(cut, options, device, Timed(cut, options, device))
+        question = question_of(cut, options, device, limits_of(options.budget, device))
+        return cut, choose_plan(question, cut, options, device).plan
     world.join_lanes(device)
     agree(world, _facts(cut, options) | {f"param group {number}": said for number, said in enumerate(groups)})
     per_node = world.size if world.size % world.local_size else world.local_size
@@ -94,7 +96,7 @@ def chosen(
     can_share, made = _can_share(world), ""
     if world.rank == 0:
         with of_a_node(world.local_size):
-            made = _searched(cut, options, device, ranks, limits, can_share=can_share)[1].to_json()
+            made = _searched(cut, options, device, ranks, limits, can_share=can_share).plan.to_json()
     plan = Plan.from_json(world.from_first(made), where="plan of rank 0")
     check_plan(cut.spec, plan, limits)
     if is_fast and plan.accumulation_steps is None:
@@ -107,8 +109,8 @@ def chosen(
 
 def _searched(
     cut: Partition, options: Options, device: Device, ranks: Ranks, limits: Limits, *, can_share: bool
-) -> tuple[Partition, Plan, Timed]:
-    """Search the best plan over all ways to share weights. Returns model, plan and predictions for that way.
+) -> ChosenPlan:
+    """Search the best plan over all ways to share weights.
 
     With a Trainer, the first way that fits is taken. A Trainer may call code that reads weights on one rank alone, such
     as generation, or saving the best model so far.
@@ -116,14 +118,9 @@ def _searched(
     asked: list[Sharing] = ["copy" if can_share else "replicate"]
     if options.plan is None and ranks.size > 1:
         asked += sharings_over_links(ranks)
-    timed = Timed(cut, options, device, ranks=ranks)
-
-    def make(mine: Partition, own: Timed) -> tuple[Plan, None]:
-        return plan_within(limits, mine, options, device, own), None
-
-    cut, (found, _) = fastest(asked, cut, timed, make, in_order=options.loop is not None)
-    timed.turn_to(cut)
-    return cut, found, timed
+    question = question_of(cut, options, device, limits, ranks=ranks)
+    make = functools.partial(choose_plan, cut=cut, options=options, device=device)
+    return fastest(asked, question, make, in_order=options.loop is not None)
 
 
 def groups_said(model: nn.Module, optimizer: torch.optim.Optimizer | None, rule: UpdateRule | None) -> Iterator[str]:
@@ -155,19 +152,15 @@ def of_a_node(num_sharers: int) -> Iterator[None]:
         raise PlanInfeasibleError(text, *needs) from error
 
 
-def chosen_alone(cut: Partition, options: Options, device: Device) -> tuple[ModelSpec, Plan, Timed]:
-    """Choose as rank 0 would, without the other ranks. Returns its model, the plan and predictions.
-
-    Raises: As ``chosen``.
-    """
+def chosen_alone(cut: Partition, options: Options, device: Device) -> ChosenPlan:
+    """Choose as rank 0 would, without the other ranks. Raises: As ``chosen``."""
     size, sharers = num_ranks(), num_local_ranks()
     is_even = size % sharers == 0
     ranks = Ranks(size // sharers, sharers) if is_even else Ranks(1, size)
     limits = limits_of(options.budget, device, num_sharers=sharers)
     can_share = is_even and size > 1  # only prepare finds out whether ranks can share memory
     with of_a_node(sharers):
-        cut, plan, timed = _searched(among(cut, ranks, 0), options, device, ranks, limits, can_share=can_share)
-    return cut.spec, plan, timed
+        return _searched(among(cut, ranks, 0), options, device, ranks, limits, can_share=can_share)
 
 
 def free_budget(budget: Budget, *, device: torch.device | str | None = None) -> Budget:
@@ -207,43 +200,40 @@ visit the same units, and more calls need all ranks."""
 
 def fastest(
     sharings: Sequence[Sharing],
-    cut: Partition,
-    timed: Timed,
-    make: Callable[[Partition, Timed], tuple[Plan, P]],
+    question: PlanQuestion,
+    make: Callable[[PlanQuestion], ChosenPlan],
     *,
     in_order: bool = False,
-) -> tuple[Partition, tuple[Plan, P]]:
+) -> ChosenPlan:
     """Return the plan whose way to share weights has the shortest predicted step.
 
     If times are not known: the first plan that leaves no weights on disk, else the last that fits.
 
     Args:
         sharings: Ways to share weights. An earlier one is preferred unless a later one gains enough.
-        cut: The model.
-        timed: Predictions for it; left at the last way that was tried.
-        make: Makes the plan of one way, and anything else to return with it.
+        question: What is asked, with any way.
+        make: Makes the plan of one way.
         in_order: Take the first way that fits.
 
     Raises:
         PlanInfeasibleError: No way fits. The error is that of the way that needs least.
     """
-    best: tuple[Partition, tuple[Plan, P]] | None = None
+    best: ChosenPlan | None = None
     error: PlanInfeasibleError | None = None
     best_s = math.inf
     for sharing in sharings:
-        mine = dataclasses.replace(cut, spec=dataclasses.replace(cut.spec, sharing=sharing))
-        timed.turn_to(mine)
         try:
-            made = make(mine, timed)
+            made = make(dataclasses.replace(question, model=dataclasses.replace(question.model, sharing=sharing)))
         except PlanInfeasibleError as caught:
             error = caught if error is None else min(error, caught, key=_needs)
             continue
-        plan = made[0]
         if in_order:
-            return mine, made
-        simulation = timed.predict(plan) if len(sharings) > 1 else None
+            return made
+        plan, known = made.plan, made.question
+        question = dataclasses.replace(question, machine=known.machine, profile_of=known.profile_of)
+        simulation = known.predict(plan) if len(sharings) > 1 and known.machine is not None else None
         if simulation is None or best is None or simulation.step_s < (1 - _ALL_TOGETHER) * best_s:
-            best, best_s = (mine, made), math.inf if simulation is None else simulation.step_s
+            best, best_s = made, math.inf if simulation is None else simulation.step_s
         if plan.rests_on_device or (simulation is None and all(unit.weights != "disk" for unit in plan.units)):
             break
     if best is None:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast, get_args
 
 from outcore.command.plan.known_models import known_named
-from outcore.command.plan.plan_request import ChosenPlan, MicroBatch, PlannedDevice, PlanRequest, sharings_of
+from outcore.command.plan.plan_request import MicroBatch, PlannedDevice, PlanRequest, sharings_of
 from outcore.command.plan.question import Question
 from outcore.command.train.model.adapters import with_adapters
 from outcore.core.errors import ConfigError
@@ -27,8 +27,8 @@ from outcore.planner.homes.occupancy import TierLoad, occupancy, peak_of
 from outcore.planner.homes.placement import Least, least
 from outcore.planner.homes.pools import LEAST, pools_for
 from outcore.planner.paper.paper_schedule import Circumstances
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.search import Found, explain
-from outcore.planner.search.setting import Setting
 from outcore.planner.timing.simulate import steps_until_settled
 from outcore.preparation.forecast import Loop, hardware_for
 from outcore.preparation.prepare_options import Options
@@ -55,7 +55,8 @@ class Answer:
     question: Question
     source: ModelSource | None
     """Where the model's configuration comes from; None: a model was given from Python."""
-    setting: Setting
+    setting: PlanQuestion
+    """What was asked of the planner."""
     found: Found
     """What the search found. Its plan is the one that a run with the same budgets would follow."""
     guess: str = ""
@@ -64,17 +65,17 @@ class Answer:
     """What of a run differs from what is predicted."""
 
     @classmethod
-    def of(cls, question: Question, source: ModelSource | None, chosen: ChosenPlan, notes: Iterable[str]) -> Answer:
-        """Return the answer with a plan. Args: notes: Those on the model."""
-        placed, setting = chosen.placed, chosen.setting
-        found = dataclasses.replace(explain(setting.job(), placed.bare, placed.candidate), plan=placed.plan)
-        notes = (*notes, *chosen.notes)
-        return cls(question=question, source=source, setting=setting, found=found, guess=chosen.guess, notes=notes)
+    def of(cls, question: Question, source: ModelSource | None, request: PlanRequest, notes: Iterable[str]) -> Answer:
+        """Return the answer to a request. Args: notes: Those on the model."""
+        plan, bare, candidate, setting = request.planned()
+        found = dataclasses.replace(explain(setting, bare, candidate), plan=plan)
+        notes = (*notes, *request.notes)
+        return cls(question=question, source=source, setting=setting, found=found, guess=request.guess, notes=notes)
 
     @property
     def hardware(self) -> Hardware:
         """The machine."""
-        return self.setting.hardware
+        return cast("Hardware", self.setting.machine)
 
     @property
     def limits(self) -> Limits:
@@ -100,8 +101,8 @@ class Answer:
     @cached_property
     def loads(self) -> tuple[TierLoad, ...]:
         """What is predicted to be in use on each tier over time."""
-        job, visits, plan = self.setting.job(), usual_visits(self.spec, self.setting.micro_batches), self.run
-        footprint, circumstances = self.setting.profile.footprint, Circumstances(clips=job.clipping)
+        job, visits, plan = self.setting, usual_visits(self.spec, self.setting.micro_batches), self.run
+        footprint, circumstances = job.footprint, Circumstances(clips=job.clipping)
         steps = [] if footprint is None else footprint.alive(plan.units)
         alive = {(step.unit, step.is_backward): nbytes for step, nbytes in steps if step.unit}
         warm_up = steps_until_settled(plan)
@@ -110,7 +111,7 @@ class Answer:
     @cached_property
     def run(self) -> Plan:
         """The plan as it runs: with the activations that there is room to keep."""
-        plan, footprint = self.found.plan, self.setting.profile.footprint
+        plan, footprint = self.found.plan, self.setting.footprint
         if plan.plain:  # nothing would use its slots
             plan = dataclasses.replace(plan, pools=pools_for(self.spec, plan.units, LEAST))
         keeps = plan.plain or self.setting.keeps_what_fits
@@ -119,7 +120,7 @@ class Answer:
     @cached_property
     def least(self) -> Least:
         """The least budgets that would suffice, with whatever way to share weights and to treat activations."""
-        job, ranks = self.setting.job(), self.setting.ranks
+        job, ranks = self.setting, self.setting.ranks
         sharings = [self.spec.sharing] if ranks.size == 1 else sharings_of(ranks)
         models = [dataclasses.replace(self.spec, sharing=sharing) for sharing in sharings]
         away: list[ActivationPolicy] = []
@@ -131,7 +132,7 @@ class Answer:
     @property
     def activation_bytes(self) -> int | None:
         """The most that activations and workspace take on the device; None: not known."""
-        footprint = self.setting.profile.footprint
+        footprint = self.setting.footprint
         if footprint is None or not footprint.steps:
             return None
         return max(load.peak_bytes for load in self.loads if load.label == "activations")
@@ -205,14 +206,14 @@ def source_of(model: str) -> ModelSource:
 def answer_for(question: Question, source: ModelSource, hardware: Hardware) -> Answer:
     """Answer for a model and a machine that were found already. Raises: As ``answer``."""
     question, request, notes = _asking(question, source, hardware)
-    return Answer.of(question, source, request.planned(), notes)
+    return Answer.of(question, source, request, notes)
 
 
-def usual_plan(question: Question, source: ModelSource, hardware: Hardware) -> tuple[Plan, Setting]:
+def usual_plan(question: Question, source: ModelSource, hardware: Hardware) -> tuple[Plan, PlanQuestion]:
     """Return the plan of the rule, and the setting in which to search for a faster one. Raises: As ``answer``."""
     _, request, _ = _asking(question, source, hardware)
     chosen = request.planned(searches=False)
-    return chosen.placed.plan, chosen.setting
+    return chosen.plan, chosen.question
 
 
 def _asking(question: Question, source: ModelSource, hardware: Hardware) -> tuple[Question, PlanRequest, list[str]]:

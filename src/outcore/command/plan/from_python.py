@@ -157,7 +157,7 @@ def _predicted(
                 device=facts,
                 limits=limits,
             )
-            return Prediction.of(Answer.of(asked, None, request.planned(), ()))
+            return Prediction.of(Answer.of(asked, None, request, ()))
     finally:
         thaw(trained)
 

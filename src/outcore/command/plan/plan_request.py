@@ -18,25 +18,22 @@ from outcore.command.plan.model_inputs import said_inputs, with_rows
 from outcore.core.errors import ConfigError
 from outcore.device.device_memory import ACCELERATOR_SHARE
 from outcore.device.opening import open_device, usual_device
-from outcore.model.casts import Autocast
 from outcore.model.fused_dropout import fused_dropout
 from outcore.model.partition import Partition
 from outcore.planner.forward.saved_bytes import footprint_of
 from outcore.planner.homes.activation_policies import ActivationPolicy
-from outcore.planner.search.setting import Setting
 from outcore.planner.timing.counted import counted_work
 from outcore.planner.timing.known_hardware import NO_TIMES
 from outcore.planner.timing.profile import Profile, UnitTimes, unit_work
 from outcore.planner.timing.rank_layout import ALONE, Ranks
-from outcore.preparation.forecast import DeviceFacts, Loop
-from outcore.preparation.plan_choice import PlacedPlan, Planner, Timed
+from outcore.preparation.forecast import DeviceFacts
+from outcore.preparation.plan_choice import ChosenPlan, planned, question_of
 from outcore.preparation.prepare_options import Options
 from outcore.preparation.with_ranks import fastest, of_a_node, sharings_over_links
 from outcore.probe.kept_blocks import runs_here, with_times
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
 from outcore.spec.model import Sharing
-from outcore.spec.plan import Plan
 
 _KERNELS = {"use_kernel_func_from_hub_with_fallback", "is_fast_path_available", "load_wkv_cuda_kernel"}
 """Names in files of Transformers whose layers have fused kernels beside code for reference."""
@@ -91,55 +88,37 @@ class PlanRequest:
             ConfigError: The model fails with this micro-batch, or nothing tells what it computes.
             PlanInfeasibleError: The model does not fit.
         """
-        with of_a_node(self.ranks.per_node), self._as_in_a_run():
-            followed = self._followed
-            options = dataclasses.replace(
-                self.options,
-                sample=followed.sample,
-                hardware=NO_TIMES if followed.guess else self.hardware,  # without times a run follows the rule
+        device, ranks = self.device, self.ranks
+        with of_a_node(ranks.per_node), self._as_in_a_run():
+            options = dataclasses.replace(self.options, sample=self._followed.sample, hardware=NO_TIMES)
+            question = dataclasses.replace(
+                question_of(self.cut, options, device, self.limits, ranks=ranks),
+                machine=None if self.guess else self.hardware,  # without times a run follows the rule
+                profile_of=self._profile_of,
+                batch_size=self.batch.rows,
+                seq_len=self.batch.length,
             )
-            return self._chosen(options, searches=searches)
-
-    def _chosen(self, options: Options, *, searches: bool) -> ChosenPlan:
-        profile = self._profile_of(self.batch.rows)
-        timed = Timed(self.cut, options, self.device, profile=profile, ranks=self.ranks)
-        placed, sharing = self._placed(options, timed, searches=searches)
-        ways = [placed.rule, placed.way]
-        if profile.footprint is not None and self.device.activation_share:
+            make = functools.partial(planned, cut=self.cut, options=options, device=device, searches=searches)
+            if ranks.size == 1:
+                chosen = make(question)
+            else:
+                chosen = fastest(sharings_of(ranks), question, make, in_order=not searches)
+        ways = [chosen.question.ways[0], *([] if chosen.candidate is None else [chosen.candidate.saves])]
+        if question.footprint is not None and device.activation_share:
             # Where less memory is left, or more is saved, arguments may have to leave.
             ways += [None, ActivationPolicy("host", "recompute")]
-        loop = options.loop or Loop(options.accumulation_steps or 1, clips=options.early_steps is None)
-        setting = Setting(
-            model=dataclasses.replace(self.cut.spec, sharing=sharing),
-            hardware=self.hardware,
-            limits=self.limits,
-            profile_of=self._profile_of,
-            batch_size=self.batch.rows,
-            seq_len=self.batch.length,
-            activation_share=self.device.activation_share,
-            micro_batches=loop.micro_batches,
-            clipping=loop.clips,
-            keeps_what_fits=timed.keeps_what_fits,
-            ways=tuple(dict.fromkeys([*ways, None])),
-            may_be_plain=options.clipping and options.accumulation_steps is None,
-            in_bf16=options.loop is None and Autocast.now(self.device.torch_device).is_on,
-            ranks=self.ranks,
-        )
-        notes = (*reference_notes(self.cut.modules[0]), *self._followed.notes)
-        return ChosenPlan(placed, setting, self._followed.guess, notes)
+        asked = dataclasses.replace(chosen.question, machine=self.hardware, ways=tuple(dict.fromkeys([*ways, None])))
+        return chosen._replace(question=asked)
 
-    def _placed(self, options: Options, timed: Timed, *, searches: bool) -> tuple[PlacedPlan, Sharing]:
-        """Return the plan of a run; for several ranks, also choose how they share weights."""
+    @property
+    def guess(self) -> str:
+        """Why the model could not be followed on shapes; empty if it could."""
+        return self._followed.guess
 
-        def make(cut: Partition, own: Timed) -> tuple[Plan, PlacedPlan]:
-            planner = Planner(cut, options, self.device, self.limits, own)
-            placed = planner.placed() if searches else planner.usual()
-            return placed.plan, placed
-
-        if self.ranks.size == 1:
-            return make(self.cut, timed)[1], self.cut.spec.sharing
-        cut, (_, placed) = fastest(sharings_of(self.ranks), self.cut, timed, make, in_order=not searches)
-        return placed, cut.spec.sharing
+    @property
+    def notes(self) -> Sequence[str]:
+        """What else a user should know."""
+        return (*reference_notes(self.cut.modules[0]), *self._followed.notes)
 
     @contextmanager
     def _as_in_a_run(self) -> Iterator[None]:
@@ -219,17 +198,6 @@ class PlanRequest:
         with open_device(where) as device:
             work = with_times(work, cut, sample, device, self.hardware)
         return {name: each.measured for name, each in work.items() if each.measured is not None}
-
-
-class ChosenPlan(NamedTuple):
-    """The plan that a run would follow."""
-
-    placed: PlacedPlan
-    setting: Setting
-    guess: str
-    """Why the model could not be followed on shapes; empty if it could."""
-    notes: Sequence[str]
-    """What else a user should know."""
 
 
 class _Followed(NamedTuple):

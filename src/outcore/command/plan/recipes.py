@@ -18,7 +18,7 @@ from outcore.command.plan.question import Question
 from outcore.core.errors import ConfigError, PlanInfeasibleError, UnsupportedError
 from outcore.core.quantities import format_bytes
 from outcore.planner.search.curves import estimated
-from outcore.planner.search.setting import Setting
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.timing.known_hardware import known_hardware
 from outcore.spec.budget import Limits
 from outcore.spec.hardware import Hardware
@@ -97,14 +97,14 @@ def _for_speed(answer: Answer) -> Iterator[Recipe]:
             yield recipe
 
 
-def _setting_with(recipe: Recipe, answer: Answer) -> Setting | None:
+def _setting_with(recipe: Recipe, answer: Answer) -> PlanQuestion | None:
     """Return what a plan depends on with a recipe; None if it does not go with the model, or nothing fits."""
     setting, hardware = answer.setting, recipe.hardware or answer.hardware
     asked = dataclasses.replace(answer.question, **recipe.changes)
     if not recipe.changes.keys() & _OF_MODEL:
         return dataclasses.replace(
             setting,
-            hardware=hardware,
+            machine=hardware,
             limits=limits_for(asked, hardware),
             batch_size=asked.batch_size,
             micro_batches=asked.grad_accum,
@@ -116,7 +116,7 @@ def _setting_with(recipe: Recipe, answer: Answer) -> Setting | None:
         _, other = usual_plan(asked, answer.source, hardware)
         model = dataclasses.replace(other.model, sharing=setting.model.sharing)
         ways = tuple(dict.fromkeys([*other.ways, *setting.ways]))
-        return None if other.profile.footprint is None else dataclasses.replace(other, model=model, ways=ways)
+        return None if other.footprint is None else dataclasses.replace(other, model=model, ways=ways)
     return None
 
 

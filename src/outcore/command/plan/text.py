@@ -44,8 +44,8 @@ def range_of(answer: Answer) -> Range | None:
     if not answer.hardware.has_range:
         return None
     bare, saves, tokens = answer.found.bare, answer.found.candidate.saves, answer.setting.tokens
-    ends = (dataclasses.replace(answer.setting, hardware=answer.hardware.at(end)) for end in ("fast", "slow"))
-    fast_s, slow_s = (Evaluations(end.job()).simulation(bare, saves).step_s for end in ends)
+    ends = (dataclasses.replace(answer.setting, machine=answer.hardware.at(end)) for end in ("fast", "slow"))
+    fast_s, slow_s = (Evaluations(end).simulation(bare, saves).step_s for end in ends)
     return Range((fast_s, slow_s), (tokens / slow_s, tokens / fast_s)) if fast_s else None
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.planner.search.evaluations import Simulated
+from outcore.planner.search.plan_question import PlanQuestion
 from outcore.planner.search.plan_space import Candidate
 from outcore.planner.search.search import Found, search
-from outcore.planner.search.setting import Setting
 
 _EFFORT = 0.25
 """The part of the simulations of a search that a changed setting gets."""
@@ -43,7 +43,7 @@ class Curves(NamedTuple):
     """Over sequences per micro-batch."""
 
 
-def curves(setting: Setting, found: Found) -> Curves:
+def curves(setting: PlanQuestion, found: Found) -> Curves:
     """Return step times over memory and batches. Args: found: The plan that was found for the setting as it is."""
     return Curves(
         _over_memory("device_bytes", setting, found),
@@ -52,7 +52,7 @@ def curves(setting: Setting, found: Found) -> Curves:
     )
 
 
-def estimated(setting: Setting, known: Sequence[Candidate], simulated: Simulated | None = None) -> Found | None:
+def estimated(setting: PlanQuestion, known: Sequence[Candidate], simulated: Simulated | None = None) -> Found | None:
     """Search a changed setting, with a part of the simulations; None if nothing fits, or nothing is known of it.
 
     Args:
@@ -61,18 +61,18 @@ def estimated(setting: Setting, known: Sequence[Candidate], simulated: Simulated
         simulated: See ``search``.
     """
     with suppress(ConfigError, PlanInfeasibleError):  # another batch may be one that cannot be followed
-        return search(setting.job(), simulated, known=known, effort=_EFFORT)
+        return search(setting, simulated, known=known, effort=_EFFORT)
     return None
 
 
-def _over_memory(field: str, setting: Setting, today: Found) -> tuple[CurvePoint, ...]:
+def _over_memory(field: str, setting: PlanQuestion, today: Found) -> tuple[CurvePoint, ...]:
     """Return step times for different budgets. Args: field: Of ``Limits``. today: What was found for the setting."""
     sizes = [int(factor * getattr(setting.limits, field)) for factor in _MEMORY]
     now = getattr(setting.limits, field)
     return _curve(setting, today, sizes, now, lambda n: setting.with_limits(**{field: n}), is_memory=True)
 
 
-def _over_batch(setting: Setting, today: Found) -> tuple[CurvePoint, ...]:
+def _over_batch(setting: PlanQuestion, today: Found) -> tuple[CurvePoint, ...]:
     """Return step times for different sequences per micro-batch, up to the first size that does not fit.
 
     Args:
@@ -88,11 +88,11 @@ def _over_batch(setting: Setting, today: Found) -> tuple[CurvePoint, ...]:
 
 
 def _curve(
-    setting: Setting,
+    setting: PlanQuestion,
     today: Found,
     values: Iterable[int],
     now: int,
-    changed: Callable[[int], Setting],
+    changed: Callable[[int], PlanQuestion],
     *,
     is_memory: bool,
 ) -> tuple[CurvePoint, ...]:

@@ -36,7 +36,7 @@ class Evaluations:
         """Args: simulated: Simulations made before, for jobs that differ in limits alone; new ones are added."""
         self.job = job
         self.choice = PlanSpace(
-            job.model, accumulation_steps=job.promised_steps, may_be_early=job.may_be_early, ways=job.ways
+            job.model, accumulation_steps=job.promised_steps, may_be_early=not job.clipping, ways=job.ways
         )
         self.simulated: Simulated = {} if simulated is None else simulated
         self._work = LaneWork(job, self.choice.alike, self.num_played)

@@ -113,7 +113,7 @@ class LaneWork:
             units=tuple(units),
             pools=pools_for(model, units),
             prefetch_depth=0,
-            accumulation_steps=self._micro_batches if job.is_promised else None,
+            accumulation_steps=None if job.clipping else self._micro_batches,
             micro_batches_in_unit=model.micro_batches_in_unit,
         )
         visits, circumstances = usual_visits(model, self._micro_batches), Circumstances(clips=job.clipping)

@@ -117,7 +117,7 @@ def better_than(usual: Plan, question: PlanQuestion) -> tuple[Plan, Candidate | 
     if not any(unit.trainable for unit in question.model.units):
         return usual, None
     other = usual
-    if question.may_be_early and not usual.rests_on_device:
+    if not question.clipping and not usual.rests_on_device:
         promised = replace(usual, accumulation_steps=question.micro_batches)
         left = question.activations(question.ways[0]).left(question.limits)
         other = with_early_updates(question.model, promised, left)
@@ -125,7 +125,7 @@ def better_than(usual: Plan, question: PlanQuestion) -> tuple[Plan, Candidate | 
     now = found.looks.simulation(other, question.ways[0])
     if found.fastest_s >= (1 - WORTH) * now.step_s and not takes_more(now, found.simulation):
         return other, None
-    promises = question.may_be_early and not found.plan.rests_on_device
+    promises = not question.clipping and not found.plan.rests_on_device
     steps = question.micro_batches if promises else usual.accumulation_steps
     return replace(found.plan, accumulation_steps=steps), found.candidate
 
@@ -191,7 +191,7 @@ class _PlanSearch:
         fitted = list(filter(None, map(self._fillings.fitted, known)))
         yield from fitted
         yield from (self._fillings.fill(each, ALL_DEVICE) for each in fitted)
-        early = (0.5, 1.0) if self._job.may_be_early and self._job.micro_batches == 1 else ()
+        early = (0.5, 1.0) if not self._job.clipping and self._job.micro_batches == 1 else ()
         for way in ways:
             for filled in filter(self._fits, dict.fromkeys(self._fillings.of(way))):
                 yield filled

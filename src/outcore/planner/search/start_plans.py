@@ -74,7 +74,7 @@ class StartPlans:
                 kinds=tuple(kinds),
                 comfort=chance.choice([best.comfort, ROOMY, self._tight]),
                 share=chance.choice([best.share, 0.0, self.share, 1.0]),
-                early=chance.choice([best.early, 0.0, 0.5, 1.0]) if self._looks.job.may_be_early else 0.0,
+                early=chance.choice([best.early, 0.0, 0.5, 1.0]) if not self._looks.job.clipping else 0.0,
                 first=chance.choice([best.first, (), (ROOT,)]),
                 woven=chance.choice([best.woven, True]),
                 saves=chance.choice([best.saves, best.saves, *self._ways]),
