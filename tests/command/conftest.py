@@ -86,6 +86,19 @@ def _same_jobs_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def gains() -> None:
+    """Asked for by tests whose claim is what would help: all others pass over these searches, which take long."""
+
+
+@pytest.fixture(autouse=True)
+def _gains_are_searched_where_they_are_the_claim(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "gains" not in request.fixturenames:
+        monkeypatch.setattr("outcore.command.plan.recipes.gains", lambda _: ())
+
+
+@pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run ``outcore`` with these arguments, as from a shell."""
 

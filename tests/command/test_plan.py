@@ -40,6 +40,7 @@ from .conftest import Run, replaced
 SMALL = ("--device-memory", "2MiB", "--host-memory", "4MiB", "--batch-size", 2, "--seq-len", 64)
 
 
+@pytest.mark.usefixtures("gains")
 def test_text_says_what_is_predicted_where_it_lives_and_what_lost(command: Run, config_json: Path):
     done = command("plan", "--model", config_json, "--hardware", "rtx-4090", *SMALL)
     assert done.status == 0, done.err
@@ -78,6 +79,8 @@ class Left:
     def __del__(self): print("taken apart")
 left, own = Left(), main.main
 def run():
+    from outcore.command.plan import recipes
+    recipes.gains = lambda _: ()
     atexit.register(print, "closed")
     own()
 main.main = run
@@ -101,6 +104,7 @@ def test_what_an_optimizer_takes(command: Run, config_json: Path, name: str, lea
     assert least <= float(said[2]) <= most
 
 
+@pytest.mark.usefixtures("gains")
 def test_json_has_the_plan_that_out_has_too(command: Run, config_json: Path, tmp_path: Path):
     machine, plan = tmp_path / "hardware.json", tmp_path / "plan.json"
     known_hardware("a100-40gb+pcie3").save(machine)
@@ -198,6 +202,7 @@ def test_a_run_with_these_budgets_would_follow_the_same_plan(
     assert found.peak_bytes()["device"] <= parse_bytes(device, what="budget")
 
 
+@pytest.mark.usefixtures("gains")
 def test_what_would_help_is_left_out_where_a_card_cannot_compute_it(command: Run, config_json: Path):
     done = command("plan", "--model", config_json, "--hardware", "v100-32gb", "--precision", "fp16")
     assert done.status == 0, done.err

@@ -68,6 +68,7 @@ def test_any_architecture_is_planned_from_its_configuration(
     assert found["seq_len"] == (16 if counted == "tokens" else None)
 
 
+@pytest.mark.usefixtures("gains")
 def test_what_would_help_may_cut_a_model_into_other_units(command: Run, tmp_path: Path):
     """Adapters make units of two linear layers that are none by themselves."""
     asked = ("--model", config_of("LlavaForConditionalGeneration", tmp_path), "--hardware", PARTS, "--seq-len", 16)
