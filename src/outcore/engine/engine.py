@@ -171,7 +171,7 @@ class Engine:
         self.attached.guard.refuse_if_changed()
         if self.access.world is not None:
             self.access.world.begin_step()
-        with self.weights.saved.all_lent() if self.weights.saving else nullcontext():
+        with self.weights.saved.all_given_back() if self.weights.saving else nullcontext():
             # Before anything is done.
             steps: Any = self._stepper.steps_of(hypers, self.attached.guard.refuse_if_adapted)
             with self._refusing_what_follows():

@@ -1,13 +1,13 @@
 """Weights on the device while a save copies them: calls use them, and nothing edits them.
 
 [Note: weights that are saved] A user may change weights on the device in place, at any time between calls. A save that
-copies them beside training would then copy a part of the change. So the parameters are *withdrawn* meanwhile. They are
-lent to calls. Any other access to their values waits for the copy, as for an update that is under way. This does not
+copies them beside training would then copy a part of the change. So the parameters are *taken* meanwhile, and given
+back for calls. Any other access to their values waits for the copy, as for an update that is under way. This does not
 help if a unit changes its own weights in forward, or if a user kept what ``p.data`` returned. The save waits for units
-that were seen to do so before it returns. Edits of other units are found by sums of their weights, taken before and
-after the copy; the save then fails. The sums also find edits of a unit that an exception has left lent, until the
-engine is used again. The first sum is taken when the save is asked for. If an update is still on its way then, it is
-taken before the first call uses the unit.
+that were seen to do so before it returns. Edits of other units are found by sums of their weights before and after the
+copy; the save then fails. The sums also find edits of a unit that an exception has left given back, until the engine is
+used again. The first sum is made when the save is asked for. If an update is still on its way then, it is made before
+the first call uses the unit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Late = MutableMapping[str, list[DeviceChecksum]]
 
 
 class SavedWeights:
-    """Withdraws and lends the weights of one engine's units while a save copies them."""
+    """Takes and gives back the weights of one engine's units while a save copies them."""
 
     def __init__(self, units: Sequence[Unit], saving: list[Unit], device: Device) -> None:
         """Args: units: All. saving: Those that a save still copies; kept up to date here."""
@@ -33,7 +33,7 @@ class SavedWeights:
         self._late: Late = {}
 
     def are_read(self, edited: Container[str], late: Late) -> None:
-        """Withdraw what a save copies, once all of it was submitted. Waits for units that may be edited unseen.
+        """Take what a save copies, once all of it was submitted. Waits for units that may be edited unseen.
 
         Args:
             edited: Labels of units of which that is known from an earlier save.
@@ -52,21 +52,21 @@ class SavedWeights:
                 continue
             unit.presence.saved = handle
             self._saving.append(unit)
-            self.withdraw(unit)
+            self.take(unit)
 
-    def withdraw(self, unit: Unit) -> None:
-        """Withdraw a unit's weights if they are still copied and no call of the unit runs."""
+    def take(self, unit: Unit) -> None:
+        """Take a unit's weights if they are still copied and no call of the unit runs."""
         presence = unit.presence
         if presence.saved is not None and presence.saved.is_over():
             self._forget(unit)
         elif presence.saved is not None and not presence.num_calls:
-            presence.withdraw()
+            presence.take()
 
-    def lend(self, unit: Unit) -> None:
-        """Lend a unit's weights to compute, which comes behind whatever writes them. Late sums are taken first."""
+    def give_back(self, unit: Unit) -> None:
+        """Give a unit's weights back to compute, which comes behind whatever writes them. Late sums are taken first."""
         for late in self._late.pop(unit.label, ()):
             late.take()
-        unit.presence.lend()
+        unit.presence.give_back()
 
     def wait(self, unit: Unit) -> None:
         """Wait for the copy of a unit's weights, since they may be edited now."""
@@ -75,27 +75,27 @@ class SavedWeights:
             self._forget(unit)
 
     @contextmanager
-    def lent(self, unit: Unit, inside: AbstractContextManager[None]) -> Iterator[None]:
-        """Lend a unit's weights for a call of the unit."""
-        unit.presence.lend()
+    def given_back(self, unit: Unit, inside: AbstractContextManager[None]) -> Iterator[None]:
+        """Give a unit's weights back for a call of the unit."""
+        unit.presence.give_back()
         try:
             with inside:
                 yield
         finally:
-            self.withdraw(unit)
+            self.take(unit)
 
     @contextmanager
-    def all_lent(self) -> Iterator[None]:
-        """Lend all weights for a step: it looks for edits, and its updates come behind the copies."""
+    def all_given_back(self) -> Iterator[None]:
+        """Give all weights back for a step: it looks for edits, and its updates come behind the copies."""
         for unit in self._saving:
-            unit.presence.lend()
+            unit.presence.give_back()
         try:
             yield
         finally:
             for unit in tuple(self._saving):
-                self.withdraw(unit)
+                self.take(unit)
 
     def _forget(self, unit: Unit) -> None:
-        unit.presence.lend()
+        unit.presence.give_back()
         unit.presence.saved = None
         self._saving.remove(unit)

@@ -122,7 +122,7 @@ class StreamedWeights:
         if unit.presence.now is not Beneath.AT_HOME:  # else they stay as they are, with a user's edits
             unit.show()
         if unit.presence.saved is not None:
-            self.saved.lend(unit)
+            self.saved.give_back(unit)
 
     @cached_property
     def saved(self) -> SavedWeights:
@@ -144,7 +144,7 @@ class StreamedWeights:
     def end_forward(self) -> None:
         """End a forward of the whole model."""
         if self._units[0].presence.saved is not None:
-            self.saved.withdraw(self._units[0])
+            self.saved.take(self._units[0])
 
     def _present_outside(self, unit: Unit) -> None:
         """Make parameters present outside of calls of their unit."""
@@ -166,7 +166,7 @@ class StreamedWeights:
         presence.num_calls -= 1
         if presence.num_calls or presence.now is Beneath.GATHERED or unit.ledger.cut.is_resident:
             if presence.saved is not None:
-                self.saved.withdraw(unit)
+                self.saved.take(unit)
             return
         self._order.used(unit.ledger)
         presence.hide(device=self._device.torch_device)
@@ -191,7 +191,7 @@ class StreamedWeights:
             presence = unit.presence
             presence.num_calls = called.count(i)
             if presence.saved is not None:
-                self.saved.withdraw(unit)
+                self.saved.take(unit)
             if presence.num_calls or unit.ledger.cut.is_resident:
                 continue
             unit.ledger.slot = None
@@ -207,7 +207,7 @@ class StreamedWeights:
         if ledger.cut.is_resident:
             self.present(unit)
             if unit.presence.saved is not None:
-                self.saved.withdraw(unit)
+                self.saved.take(unit)
         elif bound is not None and any(index == ledger.index for index, _, _ in self.calls):
             unit.presence.show(bound)
 

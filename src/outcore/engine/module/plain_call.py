@@ -57,7 +57,7 @@ class PlainCall(UnitCall):
     def _run_as_it_is(self, args: Any, kwargs: Any) -> Any:
         if self._weights.run.refusal is not None:
             raise self._weights.run.refusal
-        if not self._device.recorder.is_on and not self.unit.presence.is_withdrawn:
+        if not self._device.recorder.is_on and not self.unit.presence.is_taken:
             return self._forward(*args, **kwargs)
         with self._bound(Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE):
             return self._forward(*args, **kwargs)
@@ -65,4 +65,4 @@ class PlainCall(UnitCall):
     def _bound(self, phase: Phase) -> AbstractContextManager[None]:
         recorder = self._device.recorder
         timed = recorder.compute(f"{phase.value} {self.unit.label}") if recorder.is_on else nullcontext()
-        return self._weights.saved.lent(self.unit, timed) if self.unit.presence.is_withdrawn else timed
+        return self._weights.saved.given_back(self.unit, timed) if self.unit.presence.is_taken else timed

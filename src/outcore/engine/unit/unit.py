@@ -159,10 +159,10 @@ class Presence:
         """Tensors to which a running call had bound the parameters, while these have tensors of their own."""
         self.saved: Handle | None = None
         """Operation that copies the home on the device to a checkpoint. See [Note: weights that are saved]."""
-        self.is_withdrawn = False
+        self.is_taken = False
         """Whether parameters that are at home are shown only to calls of their unit."""
-        self._lent: list[type[Parameter]] = []
-        """Classes of withdrawn parameters while they are shown."""
+        self._taken: list[type[Parameter]] = []
+        """Classes of taken parameters while they are shown."""
         self.watch = EditWatch(params, is_resident=is_resident, has_master=has_master)
         self._nothing: dict[torch.device, list[torch.Tensor]] = {}
 
@@ -170,7 +170,7 @@ class Presence:
         """Make the parameters views of their home on the device, or of the slot where calls use them."""
         visible = Beneath.AT_HOME if self.watch.is_resident else Beneath.BOUND
         self._check(visible)
-        self.is_withdrawn = False
+        self.is_taken = False
         self._point_at(tensors)
         self.watch.begin()
         self.now = visible  # last, so that after an interruption the parameters are shown again
@@ -178,7 +178,7 @@ class Presence:
     def hide(self, *, device: torch.device | None = None) -> None:
         """Make the parameters absent. With ``device`` they become views of a NaN there; else their bytes stay."""
         self._check(Beneath.ABSENT)
-        self.now, self.bound, self.is_withdrawn = Beneath.ABSENT, None, False
+        self.now, self.bound, self.is_taken = Beneath.ABSENT, None, False
         if device is not None:
             if device not in self._nothing:
                 self._nothing[device] = [absent_view(spec, device) for spec in self._specs]
@@ -186,18 +186,18 @@ class Presence:
         for param, kind in zip(self._params, self._absent, strict=True):
             param.__class__ = kind
 
-    def withdraw(self) -> None:
+    def take(self) -> None:
         """Show parameters that are at home only to calls of their unit. Other readers must ask ``Weights``."""
-        if self.now is Beneath.AT_HOME and not self.is_withdrawn:
-            self.is_withdrawn, self._lent = True, [type(param) for param in self._params]
+        if self.now is Beneath.AT_HOME and not self.is_taken:
+            self.is_taken, self._taken = True, [type(param) for param in self._params]
             for param, kind in zip(self._params, self._absent, strict=True):
                 param.__class__ = kind
 
-    def lend(self) -> None:
-        """Undo ``withdraw``."""
-        if self.is_withdrawn:
-            self.is_withdrawn = False
-            for param, kind in zip(self._params, self._lent, strict=True):
+    def give_back(self) -> None:
+        """Undo ``take``."""
+        if self.is_taken:
+            self.is_taken = False
+            for param, kind in zip(self._params, self._taken, strict=True):
                 param.__class__ = kind
 
     def gather(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -205,7 +205,7 @@ class Presence:
         self._check(Beneath.GATHERED)
         if self.now is Beneath.BOUND:
             self.bound = [param.detach() for param in self._params]
-        self.now, self.is_withdrawn = Beneath.GATHERED, False
+        self.now, self.is_taken = Beneath.GATHERED, False
         self._point_at(tensors)
         self.watch.note_gathered()
 
