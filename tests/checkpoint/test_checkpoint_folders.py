@@ -124,20 +124,20 @@ def test_a_lock_is_of_the_folder_that_is_there(tmp_path: Path, monkeypatch: Any)
         pytest.fail("the lock is of the old one")
 
 
-def test_two_threads_abandon_a_checkpoint(tmp_path: Path, monkeypatch: Any):
+def test_two_threads_remove_a_checkpoint(tmp_path: Path, monkeypatch: Any):
     """One is the lane on which a write failed; the other belongs to the caller of the save."""
     unfinished, remove, second = checkpoint_folder.UnfinishedCheckpoint(tmp_path / "step-1"), shutil.rmtree, []
     is_twice, wrong = threading.Event(), []
 
-    def abandon() -> None:
+    def give_up() -> None:
         try:
-            unfinished.abandon()
+            unfinished.remove()
         except Exception as error:
             wrong.append(error)
 
     def removed(*args: Any, **options: Any) -> None:
         if not second:
-            second.append(threading.Thread(target=abandon))
+            second.append(threading.Thread(target=give_up))
             second[0].start()
             is_twice.wait(0.2)  # it may never be set
         else:
@@ -145,7 +145,7 @@ def test_two_threads_abandon_a_checkpoint(tmp_path: Path, monkeypatch: Any):
         remove(*args, **options)
 
     monkeypatch.setattr(shutil, "rmtree", removed)
-    abandon()
+    give_up()
     second[0].join()
     assert (wrong, is_twice.is_set(), list(tmp_path.iterdir())) == ([], False, [])
 

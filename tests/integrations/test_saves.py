@@ -232,7 +232,7 @@ def test_callbacks_hear_of_the_state_of_the_step(tmp_path):
 @pytest.mark.parametrize("end", [KeyboardInterrupt, EndedAtOnceError, SystemExit])
 def test_who_ends_a_run_at_once_waits_for_no_save(end, tmp_path, monkeypatch):
     """No callback is told of it. An orderly exit waits."""
-    goes_on, write, give_up = threading.Event(), CheckpointFile.write, Save.give_up
+    goes_on, write, end_at_once = threading.Event(), CheckpointFile.write, Save.end_at_once
 
     def held(self: Any, *args: Any) -> None:
         if threading.current_thread() is not threading.main_thread() and "checkpoint-2" in str(self.path):
@@ -240,7 +240,7 @@ def test_who_ends_a_run_at_once_waits_for_no_save(end, tmp_path, monkeypatch):
         write(self, *args)
 
     monkeypatch.setattr(CheckpointFile, "write", held)
-    monkeypatch.setattr(Save, "give_up", lambda self: (give_up(self), goes_on.set()))
+    monkeypatch.setattr(Save, "end_at_once", lambda self: (end_at_once(self), goes_on.set()))
 
     class Ends(Heard):
         def on_step_begin(self, args, state, control, **kwargs):

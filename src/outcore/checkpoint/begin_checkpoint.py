@@ -44,7 +44,7 @@ def begun(
     shared = None if world is None else SharedCheckpoint(world, target)
     unfinished = UnfinishedCheckpoint(target) if shared is None else shared.unfinished
     stop = None if shared is None else unfinished.stop
-    save = Save(unfinished.target, unfinished.abandon, unfinished.error, stop)
+    save = Save(unfinished.target, unfinished.remove, unfinished.error, stop)
     try:
         with shared.agreed(save) if shared is not None else nullcontext():
             saves.begin(save)
@@ -58,7 +58,7 @@ def begun(
             saves.last(save, name, commit, first, meet=shared.meet, miss=shared.miss)
     except BaseException as error:
         save.fail(error)
-        save.abandon()
+        save.close()
         if shared is not None:
             unfinished.clear()
         if shared is None or isinstance(error, OSError):

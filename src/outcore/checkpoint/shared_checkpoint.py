@@ -52,7 +52,7 @@ class SharedCheckpoint:
                 part = None if whole is not None else PartOfCheckpoint(Path(path), target, is_direct=is_direct)
         except BaseException:
             if whole is not None:
-                whole.abandon()
+                whole.remove()
             raise
         self._part = part
 

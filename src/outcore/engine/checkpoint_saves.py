@@ -52,7 +52,7 @@ class Save:
     def __init__(
         self,
         path: Path,
-        abandon: Callable[[], None],
+        remove: Callable[[], None],
         told: Callable[[OSError], OutcoreError],
         stop: Callable[[], None] | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class Save:
 
         Args:
             path: Where it will be.
-            abandon: Removes what was written. Idempotent.
+            remove: Removes what was written. Idempotent.
             told: Turns an ``OSError`` into the error for the user.
             stop: Ends writing but removes nothing: other ranks may still write, and must not find it gone. Idempotent.
         """
@@ -77,7 +77,7 @@ class Save:
         """Seconds that writing took, without waiting."""
         self._is_durable = False
         self._is_committing = False
-        self._abandon, self._told, self._stop = abandon, told, stop or abandon
+        self._remove, self._told, self._stop = remove, told, stop or remove
         self._is_shared = stop is not None
         self._failing = threading.Lock()
         self._last: tuple[Handle, Device] | None = None
@@ -98,12 +98,12 @@ class Save:
             self.error = error
         self._stop()
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Remove what was written if the save has failed. Nothing writes any more."""
         if self.error is not None:
-            self._abandon()
+            self._remove()
 
-    def give_up(self) -> None:
+    def end_at_once(self) -> None:
         """Fail the save, unless it is as good as durable: a run that is ended at once does not wait for it."""
         self.fail(OutcoreError("expected to wait for the save, but the run was ended at once"))
         self.is_told = True
@@ -181,7 +181,7 @@ def last_save(attachment: Any, error: BaseException | None) -> Iterator[None]:
     except BaseException as caught:
         failed = caught
         if not isinstance(caught, Exception):  # an interrupt: the block does not wait for the save either
-            attachment.engine.opened.saves.give_up()
+            attachment.engine.opened.saves.end_at_once()
     yield
     if failed is not None:
         if error is None or not isinstance(failed, Exception):

@@ -74,17 +74,17 @@ class EngineSaves:
         if failed is not None:
             failed.wait()
 
-    def give_up(self) -> None:
-        """Give up the save under way."""
+    def end_at_once(self) -> None:
+        """End the save under way without waiting for it."""
         for save in self._running:
-            save.give_up()
+            save.end_at_once()
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Remove what is not complete: the lanes have stopped."""
         self._at_exit.detach()
         for save in self._running if os.getpid() == self._pid else ():
             save.fail(OutcoreError("expected a model whose checkpoint can be written, but it was closed"))
-            save.abandon()
+            save.close()
 
     def home(
         self,
@@ -210,7 +210,7 @@ class EngineSaves:
                 miss(save)
         except Exception as error:
             save.fail(error)
-        save.abandon()
+        save.close()
         if save.error is not None:
             return
         try:

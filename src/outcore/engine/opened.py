@@ -86,7 +86,7 @@ class Opened:
             if world is not None:
                 self.order.weights.all_gather = _all_gathers(world, self.order.ledgers)
             self.saves = EngineSaves(device, port, self.tiers)
-            self._closing.callback(self.saves.abandon)
+            self._closing.callback(self.saves.close)
             self.tiers.hand_out(self.order)
             on_host = has_updates and any(u.plan.is_updated_on_host and u.spec.trainable for u in self.order.ledgers)
             whole = has_updates and any(p.is_whole for unit in model.units for p in unit.trainable)

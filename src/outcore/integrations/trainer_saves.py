@@ -197,7 +197,7 @@ class TrainerSaves:
             self.settle()
         except at_once:
             if self._under_way is not None:
-                self._under_way.save.give_up()
+                self._under_way.save.end_at_once()
                 self._forget(self._under_way)
             raise
 

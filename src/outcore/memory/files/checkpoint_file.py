@@ -217,7 +217,7 @@ class PartOfCheckpoint:
         """Write nothing more. Idempotent."""
         self._pool.close()
 
-    def abandon(self) -> None:
+    def remove(self) -> None:
         """Write nothing more; the process that began the checkpoint removes it. Idempotent."""
         self.stop()
 

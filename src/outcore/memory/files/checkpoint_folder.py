@@ -52,7 +52,7 @@ _NAMES_SYNCED: set[tuple[int, int]] = set()
 
 @final
 class UnfinishedCheckpoint(PartOfCheckpoint):
-    """A checkpoint that is being written. ``commit`` makes it a checkpoint; ``abandon`` leaves nothing of it."""
+    """A checkpoint that is being written. ``commit`` makes it a checkpoint; ``remove`` leaves nothing of it."""
 
     def __init__(self, target: Path) -> None:
         """Create the hidden folder; remove those that dead writers left.
@@ -115,7 +115,7 @@ class UnfinishedCheckpoint(PartOfCheckpoint):
         _remove(old)
         self._end()
 
-    def abandon(self) -> None:
+    def remove(self) -> None:
         """Remove everything. Idempotent, from any thread. A forked child does nothing: the folder is its parent's."""
         if os.getpid() != self._pid:
             return
