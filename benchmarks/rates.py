@@ -156,7 +156,7 @@ def _copy_rate(
 ) -> dict[str, float]:
     """Return bytes per second. The first and last copies may have a link to themselves, so they do not count."""
     device.synchronize()
-    device.recorder.start(num_steps=1)
+    device.recorder.begin(num_steps=1)
     for _ in range(COPIES):
         for lane in lanes:
             to, origin = ways[lane]
@@ -166,7 +166,7 @@ def _copy_rate(
             )
     device.synchronize()
     timeline = device.recorder.timeline()
-    device.recorder.stop()
+    device.recorder.end()
     found = {}
     for lane in lanes:
         seconds = [s.duration_s for s in timeline.spans if s.lane == lane.value][1:-1]

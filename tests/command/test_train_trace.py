@@ -122,11 +122,11 @@ class FakeRecorder:
     def __init__(self):
         self.is_on = False
 
-    def start(self, *, num_steps):
+    def begin(self, *, num_steps):
         assert num_steps == 3
         self.is_on = True
 
-    def stop(self):
+    def end(self):
         self.is_on = False
 
     def timeline(self):

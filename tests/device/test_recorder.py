@@ -50,7 +50,7 @@ def test_off_it_keeps_nothing(device):
 
 
 def test_an_operation_is_timed_around_its_work_not_its_wait(device):
-    device.recorder.start(num_steps=1)
+    device.recorder.begin(num_steps=1)
     regions = [Region("host", 0, 10), Region("host", 20, 25)]
     first = device.submit(Lane.WEIGHTS_READ, "read", nap, reads=[Region("disk", 0, 99)], writes=regions)
     device.submit(Lane.H2D, "fetch", nap, writes=regions[:1], after={"read": first})
@@ -65,14 +65,14 @@ def test_an_operation_is_timed_around_its_work_not_its_wait(device):
 
 def test_a_throttled_operation_lasts_as_long_as_it_seems():
     with open_device("cpu", Faults(throttle={"h2d": 1000.0})) as device:
-        device.recorder.start(num_steps=1)
+        device.recorder.begin(num_steps=1)
         device.submit(Lane.H2D, "fetch", lambda: None, writes=[Region("host", 0, 30)]).wait()
         device.synchronize()
         assert device.recorder.timeline().spans[0].duration_s >= NAP_S
 
 
 def test_a_wait_stands_under_the_operation_that_is_waited_for(device):
-    device.recorder.start(num_steps=1)
+    device.recorder.begin(num_steps=1)
     device.compute("forward", after={"fetched": device.submit(Lane.H2D, "fetch", nap)})
     device.wait("updated", device.submit(Lane.UPDATE, "update", nap))
     done = device.submit(Lane.H2D, "fetch", nap)
@@ -85,7 +85,7 @@ def test_a_wait_stands_under_the_operation_that_is_waited_for(device):
 
 
 def test_what_fails_is_not_recorded_and_the_lane_goes_on(device):
-    device.recorder.start(num_steps=1)
+    device.recorder.begin(num_steps=1)
     failed = device.submit(Lane.H2D, "fetch", lambda: 1 / 0)
     device.submit(Lane.H2D, "another", lambda: None).wait()
     with pytest.raises(LaneError):
@@ -96,17 +96,17 @@ def test_what_fails_is_not_recorded_and_the_lane_goes_on(device):
 
 def test_a_recording_forgets_the_last_one_and_ends(device):
     for name in ("one", "two"):
-        device.recorder.start(num_steps=1)
+        device.recorder.begin(num_steps=1)
         device.submit(Lane.H2D, name, nap).wait()
         device.synchronize()
-        device.recorder.stop()
+        device.recorder.end()
     device.submit(Lane.H2D, "three", nap).wait()
     assert [span.name for span in device.recorder.timeline().spans] == ["two"]
 
 
 def test_memory_is_bounded_by_steps_and_without_them():
     recorder = Recorder(HostStopwatch())
-    recorder.start(num_steps=3)
+    recorder.begin(num_steps=3)
     for i in range(10):
         recorder.add("h2d", f"fetch {i}", time.perf_counter(), time.perf_counter())
         with recorder.step():
@@ -123,7 +123,7 @@ def test_memory_is_bounded_by_steps_and_without_them():
 
 def test_lanes_may_add_while_a_step_forgets():
     recorder = Recorder(HostStopwatch())
-    recorder.start(num_steps=1000)
+    recorder.begin(num_steps=1000)
 
     def work():
         for _ in range(1000):
@@ -310,7 +310,7 @@ def test_moments_of_a_stream_are_told_on_the_hosts_clock(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
     monkeypatch.setattr(device_cuda.StreamStopwatch, "_event", lambda _: _Event(next(made)))
     stopwatch = device_cuda.StreamStopwatch(torch.device("cuda", 0))  # this starts it, too
-    stopwatch.start()  # at 100 ms of the device, 7 s of the host
+    stopwatch.begin()  # at 100 ms of the device, 7 s of the host
     first = stopwatch.now()
     stopwatch.tick()  # another anchor, at 2000 ms
     late, early = stopwatch.now(), stopwatch.now()
@@ -325,7 +325,7 @@ def test_moments_of_a_stream_are_told_on_the_hosts_clock(monkeypatch):
 def test_entries_of_a_stream_become_seconds_when_they_are_over(monkeypatch):
     monkeypatch.setattr(_Event, "now_ms", 0.0)
     recorder = Recorder(HostStopwatch())
-    recorder.start(num_steps=1)
+    recorder.begin(num_steps=1)
     anchor = device_cuda._ClockAnchor(_Event(0.0), 0.0, None)
     moments = [device_cuda.StreamMoment(_Event(ms), anchor) for ms in (1e9, 2e9, 3e9)]
     recorder.add("h2d", "fetch", moments[0], moments[1])

@@ -16,7 +16,7 @@ class FakeMeter:
         self.peak = 0
         self.num_starts = 0
 
-    def start(self) -> None:
+    def begin(self) -> None:
         self.num_starts += 1
 
     def peak_bytes(self) -> int:

@@ -26,7 +26,7 @@ def sleep() -> None:
 def test_copies_compute_and_its_waits_are_timed_on_their_streams():
     with open_device("cuda") as device:
         torch.cuda._sleep(1)  # loading the kernel takes time
-        device.recorder.start(num_steps=1)
+        device.recorder.begin(num_steps=1)
         start_s = time.perf_counter()
         fetched = device.submit(Lane.H2D, "fetch", sleep, writes=[Region("device", 0, 10)])
         device.compute("forward", after={"fetched": fetched})
@@ -55,7 +55,7 @@ def test_copies_compute_and_its_waits_are_timed_on_their_streams():
 
 def test_compute_that_need_not_wait_shows_no_wait():
     with open_device("cuda") as device:
-        device.recorder.start(num_steps=1)
+        device.recorder.begin(num_steps=1)
         fetched = device.submit(Lane.H2D, "fetch", lambda: None)
         device.synchronize()
         device.compute("forward", after={"fetched": fetched})

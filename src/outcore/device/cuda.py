@@ -166,7 +166,7 @@ class StreamStopwatch:
         self._torch_device = torch_device
         self._anchor = self._drop_anchor()
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Wait for the device once, to relate its clock to the host's anew."""
         self._anchor = self._drop_anchor()
 
@@ -250,7 +250,7 @@ class AllocatorMeter:
         self._torch_device = torch_device
         self._before = torch.cuda.memory_allocated(torch_device)
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Forget the peak and begin anew."""
         torch.cuda.reset_peak_memory_stats(self._torch_device)
 

@@ -22,11 +22,11 @@ def aligned_bytes(nbytes: int, torch_device: torch.device) -> torch.Tensor:
 class MemoryMeter(Protocol):
     """Measures device memory."""
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Forget the peak and begin anew."""
 
     def peak_bytes(self) -> int:
-        """Peak of memory in use since ``start``, without what was already in use when the meter was made."""
+        """Peak of memory in use since ``begin``, without what was already in use when the meter was made."""
 
 
 class DeviceMemory(abc.ABC):

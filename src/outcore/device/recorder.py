@@ -33,7 +33,7 @@ class DeviceMoment(Protocol):
 class Stopwatch(Protocol):
     """The clock for work that the calling thread gives to a device."""
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Prepare for a recording that begins now."""
 
     def tick(self) -> None:
@@ -47,7 +47,7 @@ class Stopwatch(Protocol):
 class HostStopwatch:
     """The host's clock: work is over when the calling thread returns from it."""
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Nothing to set up."""
 
     def tick(self) -> None:
@@ -133,7 +133,7 @@ class Recorder:
         self._steps: deque[float] = deque()
         self._num_steps = 0
 
-    def start(self, *, num_steps: int) -> None:
+    def begin(self, *, num_steps: int) -> None:
         """Forget everything and begin to record.
 
         Args:
@@ -142,11 +142,11 @@ class Recorder:
         self._spans, self._waits = _Log(), _Log()
         self._steps.clear()
         self._num_steps = num_steps
-        self._stopwatch.start()
+        self._stopwatch.begin()
         self.is_on = True
 
-    def stop(self) -> None:
-        """Stop recording; recorded entries stay."""
+    def end(self) -> None:
+        """End recording; recorded entries stay."""
         self.is_on = False
 
     def now(self) -> float | DeviceMoment:

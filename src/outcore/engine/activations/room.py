@@ -114,7 +114,7 @@ class ActivationRoom:
 
     def _start(self, meter: MemoryMeter) -> None:
         self._was_used = False
-        meter.start()
+        meter.begin()
 
 
 class _SavedResult(NamedTuple):

@@ -21,14 +21,14 @@ def recording(model: nn.Module, recorder: Recorder, *, num_steps: int) -> Iterat
     Args:
         model: The prepared model.
         recorder: The recorder of its device.
-        num_steps: See ``Recorder.start``.
+        num_steps: See ``Recorder.begin``.
     """
-    recorder.start(num_steps=num_steps)
+    recorder.begin(num_steps=num_steps)
     try:
         with timing(model, recorder):
             yield recorder
     finally:
-        recorder.stop()
+        recorder.end()
 
 
 @contextmanager

@@ -48,8 +48,8 @@ class InTime:
         self.attempt: Attempt | None = None
         """Attempt that is being written down. Operations with ``is_due`` belong to it."""
 
-    def start(self, unit: Ledger[PaperEntry]) -> Attempt | None:
-        """Start a unit's attempt. Returns None if it is left out."""
+    def begin(self, unit: Ledger[PaperEntry]) -> Attempt | None:
+        """Begin a unit's attempt. Returns None if it is left out."""
         if not self._of_step.wants_next():
             return None
         is_over, home = self._clock.is_over, unit.gradients.ready

@@ -256,7 +256,7 @@ class _Steps:
             progress.is_attempted = True
             self._order.out_of_place.attempt(unit, self._work[unit.index])
             return
-        progress.attempt = in_time.attempt = in_time.start(unit)
+        progress.attempt = in_time.attempt = in_time.begin(unit)
         progress.is_attempted = progress.attempt is not None
         if progress.is_attempted:
             self._order.out_of_place.attempt(unit, self._work[unit.index])

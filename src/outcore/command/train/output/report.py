@@ -246,7 +246,7 @@ class _StepMeter:
     def watch(self) -> None:
         """Begin to watch lanes in the next steps, unless they are being recorded already."""
         if not self._device.recorder.is_on:
-            self._device.recorder.start(num_steps=WATCHED_STEPS)
+            self._device.recorder.begin(num_steps=WATCHED_STEPS)
             self._watched = 0
 
     def watched(self, *, is_last: bool) -> LaneTimes | None:
@@ -262,7 +262,7 @@ class _StepMeter:
             return None
         steps, self._watched, recorder = self._watched, None, self._device.recorder
         self.stop()
-        recorder.stop()
+        recorder.end()
         found = LaneTimes.of(recorder.timeline(), steps)
         self.go_on()
         return found

@@ -79,7 +79,7 @@ class StepTracer:
     def begin_step(self, step: int) -> None:
         """Begin a step, counted from 1."""
         if step == self._first:
-            self._recorder.start(num_steps=TRACED_STEPS)
+            self._recorder.begin(num_steps=TRACED_STEPS)
             self._is_recording = True
 
     def is_last(self, step: int) -> bool:
@@ -90,7 +90,7 @@ class StepTracer:
         """Record no more, and write what was recorded, if anything was. Waits for the device. Idempotent."""
         if self._is_recording:
             self._is_recording = False
-            self._recorder.stop()
+            self._recorder.end()
             with suppress(RuntimeError):  # a device that failed has no times to give
                 write_trace(self._target, self._recorder.timeline())
 
