@@ -129,7 +129,7 @@ def test_two_threads_remove_a_checkpoint(tmp_path: Path, monkeypatch: Any):
     unfinished, remove, second = checkpoint_folder.UnfinishedCheckpoint(tmp_path / "step-1"), shutil.rmtree, []
     is_twice, wrong = threading.Event(), []
 
-    def give_up() -> None:
+    def remove_it() -> None:
         try:
             unfinished.remove()
         except Exception as error:
@@ -137,7 +137,7 @@ def test_two_threads_remove_a_checkpoint(tmp_path: Path, monkeypatch: Any):
 
     def removed(*args: Any, **options: Any) -> None:
         if not second:
-            second.append(threading.Thread(target=give_up))
+            second.append(threading.Thread(target=remove_it))
             second[0].start()
             is_twice.wait(0.2)  # it may never be set
         else:
@@ -145,7 +145,7 @@ def test_two_threads_remove_a_checkpoint(tmp_path: Path, monkeypatch: Any):
         remove(*args, **options)
 
     monkeypatch.setattr(shutil, "rmtree", removed)
-    give_up()
+    remove_it()
     second[0].join()
     assert (wrong, is_twice.is_set(), list(tmp_path.iterdir())) == ([], False, [])
 

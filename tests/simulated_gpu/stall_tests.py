@@ -106,14 +106,14 @@ def test_what_a_copy_reads_or_writes_is_not_given_back_before_it_is_over(tmp_pat
                 have_gone_on.append(True)
                 simulator.set_knobs(d2h_stall_s=0)
 
-            timer, give_up = threading.Timer(1.0, go_on), threads._give_up
+            timer, stop_waiting = threading.Timer(1.0, go_on), threads._stop_waiting
 
-            def give_up_and_go_on(operation: Any, reason: str) -> Any:
+            def stop_waiting_and_go_on(operation: Any, reason: str) -> Any:
                 if not timer.ident:
                     timer.start()
-                return give_up(operation, reason)
+                return stop_waiting(operation, reason)
 
-            monkeypatch.setattr(threads, "_give_up", give_up_and_go_on)
+            monkeypatch.setattr(threads, "_stop_waiting", stop_waiting_and_go_on)
             with pytest.warns(RuntimeWarning, match="expected all lanes to end within"):
                 outcore.close(model, keep_weights=False)
             assert have_gone_on

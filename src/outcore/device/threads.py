@@ -264,7 +264,7 @@ class ThreadedLanes:
         began_s = operation.handle.began_s
         if began_s is None or time.perf_counter() - began_s < STALL_TIMEOUT_S:
             return None
-        return _give_up(operation, f"it has made no progress for {STALL_TIMEOUT_S:g} s")
+        return _stop_waiting(operation, f"it has made no progress for {STALL_TIMEOUT_S:g} s")
 
     def close(self) -> None:
         """Let running operations finish, fail the queued ones, join the threads. Idempotent.
@@ -281,7 +281,7 @@ class ThreadedLanes:
         if self._have_ended(CLOSE_TIMEOUT_S if self._stall is None else _END_TIMEOUT_S):
             return
         heads = [head for head in tuple(self._heads.values()) if all(d.is_issued for d in head.dependencies)]
-        stuck = [_give_up(head, "it still runs although the device was closed") for head in heads]
+        stuck = [_stop_waiting(head, "it still runs although the device was closed") for head in heads]
         if not self._have_ended(_END_TIMEOUT_S):
             names = " and ".join(f"'{failure.operation}' on lane {failure.lane}" for failure in stuck)
             raise LaneError(
@@ -307,7 +307,7 @@ class ThreadedLanes:
         return not any(thread.is_alive() for thread in others)
 
 
-def _give_up(operation: QueuedOperation, reason: str) -> Failure:
+def _stop_waiting(operation: QueuedOperation, reason: str) -> Failure:
     """Fail an operation that still runs, so that everything that waits for it ends."""
     handle = operation.handle
     error = LaneError(

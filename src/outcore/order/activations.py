@@ -50,7 +50,7 @@ class SavedActivations(Protocol):
     def close(self) -> None:
         """Free the memory on the device, since they are home."""
 
-    def give_up(self) -> None:
+    def close_early(self) -> None:
         """Free the memory on the device, since they are not needed any more. A copy of them may be under way."""
 
 
@@ -164,7 +164,7 @@ class ActivationOrder(Generic[H]):
         if last is not None and last.saved.is_wanted():
             self._send(last)
         elif last is not None:
-            last.saved.give_up()
+            last.saved.close_early()
         leaving, self._leaving = self._leaving, last
         if leaving is not None and leaving.left is not None and leaving.saved.is_held:
             self._port.wait("activations left", leaving.left, frees=[leaving.source.span()])
@@ -220,7 +220,7 @@ class ActivationOrder(Generic[H]):
             del self._calls[call.home]
         if self._leaving is call:
             self._leaving = None
-            call.saved.give_up()
+            call.saved.close_early()
 
     def clear(self) -> None:
         """Forget what was on its way. Nothing is in flight, and slots have been reclaimed. See [Note: cut short]."""

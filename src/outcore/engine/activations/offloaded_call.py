@@ -310,7 +310,7 @@ class OffloadedCall:
         self._is_changed, self._returned = self._has_changed(), []
         self.packing.free()
 
-    def give_up(self) -> None:
+    def close_early(self) -> None:
         """See ``order.activations.SavedActivations``."""
         for storage in self.packing.storages.values():
             self._device.hand_over(storage.memory, Lane.D2H)

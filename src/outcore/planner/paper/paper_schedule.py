@@ -305,7 +305,7 @@ class _PaperActivations:
         """Note that the device holds them no longer."""
         self.is_held = False
 
-    give_up = close
+    close_early = close
 
 
 class _Nothing:
