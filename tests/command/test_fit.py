@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from outcore.command.plan import fit, known_models
-from outcore.command.plan.answer import answer
+from outcore.command.plan.answer import Answer, answer, answer_for
 from outcore.command.plan.question import Question
-from outcore.command.train.model.source import build_model
+from outcore.command.train.model.source import ModelSource, build_model
 from outcore.core.errors import ConfigError, PlanInfeasibleError
 from outcore.planner.timing import known_hardware as parts
 from outcore.planner.timing.known_hardware import known_hardware
@@ -31,11 +31,28 @@ def known_of(layers: int) -> known_models.KnownModel:
     )
 
 
+@pytest.fixture(scope="module")
+def answered() -> dict[str, Answer | PlanInfeasibleError]:
+    return {}
+
+
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models in place of those with billions of parameters: planning for them takes no time."""
+def tiny(monkeypatch: pytest.MonkeyPatch, answered: dict[str, Answer | PlanInfeasibleError]) -> None:
+    """Tiny models in place of those with billions of parameters. Each question about them is answered once."""
     known = [known_of(layers) for layers in (TOO_LARGE, LARGE, MIDDLE, SMALL)]
     monkeypatch.setattr(known_models, "known_models", lambda: known)
+
+    def answer_once(question: Question, source: ModelSource, machine: Hardware) -> Answer:
+        if (key := repr((question, machine))) not in answered:
+            try:
+                answered[key] = answer_for(question, source, machine)
+            except PlanInfeasibleError as error:
+                answered[key] = error
+        if isinstance(found := answered[key], PlanInfeasibleError):
+            raise found
+        return found
+
+    monkeypatch.setattr(fit, "answer_for", answer_once)
 
 
 @pytest.mark.usefixtures("tiny")
