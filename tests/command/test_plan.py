@@ -228,6 +228,7 @@ def test_a_model_is_followed_as_a_run_computes(
     assert seen[0] == dtype
 
 
+@pytest.mark.usefixtures("gains")
 def test_a_model_that_cannot_be_followed_is_told_by_its_parameters(
     command: Run, config_json: Path, monkeypatch: pytest.MonkeyPatch
 ):

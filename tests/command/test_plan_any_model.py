@@ -44,6 +44,7 @@ def config_of(name: str, folder: Path, **more: Any) -> Path:
     return write_json(folder / f"{name}.json", {**CONFIGS[name], "architectures": [name], **more})
 
 
+@pytest.mark.usefixtures("gains")
 @pytest.mark.parametrize(
     ("name", "counted", "inputs"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import outcore
+from outcore.memory.files.checkpoint_folder import read_manifest
 
 from .cases import DEVICE
 from .conftest import launch
@@ -31,6 +32,7 @@ ON_TWO = [
     ["two buffers", "buffers"],
     ["two buffers resumed", "buffers", True, 1e9, 0.0, "two buffers/checkpoint-3"],
     ["two compact", "language", True, 1e9, 0.0, None, "replicate", "compact"],
+    ["two own", "own"],
 ]
 
 
@@ -94,6 +96,13 @@ def test_load_checkpoint_takes_what_several_ranks_saved(name, found, tmp_path):
         assert outcore.load_checkpoint(trainer.model, trainer.optimizer, last) == {"step": int(last.name[11:])}
     torch.testing.assert_close(dict(outcore.named_tensors(trainer.model)), weights(folder, name), rtol=0, atol=0)
     outcore.close(trainer.model)
+
+
+def test_rank_0_may_write_weights_of_its_own(found):
+    folder, _ = found
+    checkpoint = max((folder / "two own").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    assert read_manifest(checkpoint, check=True).step == int(checkpoint.name[11:])
+    assert (checkpoint / "own").exists()
 
 
 def test_weights_are_nearly_those_of_ddp(found):

@@ -162,9 +162,10 @@ class LibraryFiles:
     def is_whole(self) -> bool:
         """Whether this is the whole state of a run: a user's Trainer may write weights of its own in its place.
 
-        With several ranks, one rank writes the weights for all.
+        With several ranks, rank 0 writes the weights for all, and all ranks must ask.
         """
-        return self._has_states and (self._has_weights or self._engine.access.world is not None)
+        world = self._engine.access.world
+        return self._has_states and (self._has_weights if world is None else world.from_first(self._has_weights))
 
     def weights(self, small: Path) -> None:
         """Have the files of ``save_pretrained`` written. Adapters that peft converts are read and written at once.
