@@ -41,7 +41,7 @@ ROOM = 13  # files in a folder: about as many as a reader keeps in mind
 # behind it what a user gets for the lines.
 ROOM_LINES = {
     "": 1_031,  # outcore.plan
-    "checkpoint": 4_398,  # a Trainer that writes weights in a form of its own keeps its checkpoints
+    "checkpoint": 4_399,  # a Trainer that writes weights in a form of its own keeps its checkpoints
     "command": 10_221,  # any model is planned, from Python too; four ways to train in --fit; recipes and a verdict
     "core": 284,
     "device": 2_599,

@@ -5,9 +5,9 @@ copies them beside training would then copy a part of the change. So the paramet
 back for calls. Any other access to their values waits for the copy, as for an update that is under way. This does not
 help if a unit changes its own weights in forward, or if a user kept what ``p.data`` returned. The save waits for units
 that were seen to do so before it returns. Edits of other units are found by sums of their weights before and after the
-copy; the save then fails. The sums also find edits of a unit that an exception has left given back, until the engine is
-used again. The first sum is made when the save is asked for. If an update is still on its way then, it is made before
-the first call uses the unit.
+copy; the save then fails. If an exception ends a call, its unit is not taken again until the engine is used again. The
+sums find edits of such a unit, too. The first sum is made when the save is asked for. If an update is still on its way
+then, it is made before the first call uses the unit.
 """
 
 from __future__ import annotations
